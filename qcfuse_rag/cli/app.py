@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +23,7 @@ from qcfuse_rag.cli.options import (
     Json,
     Library,
     PlanOptions,
+    PrefixOptions,
     ProfileOptions,
     Question,
     ServeOptions,
@@ -52,7 +56,8 @@ app.add_typer(bench_app, name="bench")
 @expand_options
 def demo(options: DemoOptions, as_json: Json = False) -> None:
     """Warm a small corpus, and answer questions by full prefill and over the reused caches, side by side."""
-    from qcfuse_rag.cli.demo import run_demo
+    with _without_collection():
+        from qcfuse_rag.cli.demo import run_demo
 
     run_demo(options, as_json=as_json)
 
@@ -64,7 +69,8 @@ def warm_run(store: Library, options: WarmOptions, as_json: Json = False) -> Non
     from qcfuse_rag.cli.job_lock import require_no_other_job
 
     require_no_other_job(store)  # before the imports, which take seconds
-    from qcfuse_rag.cli.warm import run_warming
+    with _without_collection():
+        from qcfuse_rag.cli.warm import run_warming
 
     run_warming(store, options, as_json=as_json)
 
@@ -73,7 +79,8 @@ def warm_run(store: Library, options: WarmOptions, as_json: Json = False) -> Non
 @expand_options
 def warm_plan(store: Library, options: CorpusOptions, as_json: Json = False) -> None:
     """Estimate the bytes and seconds that `warm run` would take, without storing anything."""
-    from qcfuse_rag.cli.warm import plan_warming
+    with _without_collection():
+        from qcfuse_rag.cli.warm import plan_warming
 
     plan_warming(store, options, as_json=as_json)
 
@@ -84,9 +91,20 @@ def warm_resume(store: Library, as_json: Json = False) -> None:
     from qcfuse_rag.cli.job_lock import require_no_other_job
 
     require_no_other_job(store)
-    from qcfuse_rag.cli.warm import resume_warming
+    with _without_collection():
+        from qcfuse_rag.cli.warm import resume_warming
 
     resume_warming(store, as_json=as_json)
+
+
+@warm_app.command("prefix")
+@expand_options
+def warm_prefix_command(store: Library, options: PrefixOptions, as_json: Json = False) -> None:
+    """Prefill a system message and an agent's tools, so that no conversation has to compute them again."""
+    with _without_collection():
+        from qcfuse_rag.cli.warm_prefix import warm_prefix
+
+    warm_prefix(store, options, as_json=as_json)
 
 
 @warm_app.command("status")
@@ -103,7 +121,8 @@ def serve_command(
     store: Annotated[Path, typer.Option(help="Folder of a library or of a store.")], options: ServeOptions
 ) -> None:
     """Serve OpenAI chat completions over a library; documents are retrieved here or come with each request."""
-    from qcfuse_rag.cli.serve import serve_library
+    with _without_collection():
+        from qcfuse_rag.cli.serve import serve_library
 
     serve_library(store, options)
 
@@ -112,7 +131,8 @@ def serve_command(
 @expand_options
 def plan_command(options: PlanOptions, as_json: Json = False) -> None:
     """Estimate the bytes, warming hours, break-even uses, and time to first token of a corpus on each tier."""
-    from qcfuse_rag.cli.plan import plan_corpus
+    with _without_collection():
+        from qcfuse_rag.cli.plan import plan_corpus
 
     plan_corpus(options, as_json=as_json)
 
@@ -121,7 +141,8 @@ def plan_command(options: PlanOptions, as_json: Json = False) -> None:
 @expand_options
 def verify_command(options: VerifyOptions, as_json: Json = False) -> None:
     """Find the smallest ratio at which answers are near full prefill's on your passages; exit with 1 if none passes."""
-    from qcfuse_rag.cli.verify import run_verify
+    with _without_collection():
+        from qcfuse_rag.cli.verify import run_verify
 
     if not run_verify(options, as_json=as_json):
         raise typer.Exit(1)
@@ -139,7 +160,8 @@ def ask(
 ) -> None:
     """Answer a question over warmed documents and report which tokens were reused."""
     _require_library(store)
-    from qcfuse_rag.cli.ask import ask_library
+    with _without_collection():
+        from qcfuse_rag.cli.ask import ask_library
 
     ask_library(question, store, options, max_new_tokens=max_new_tokens, explain=explain, as_json=as_json)
 
@@ -155,7 +177,8 @@ def explain(
 ) -> None:
     """Answer a question and write one HTML page that shows for every token of the prompt how it was computed."""
     _require_library(store)
-    from qcfuse_rag.cli.ask import ask_library
+    with _without_collection():
+        from qcfuse_rag.cli.ask import ask_library
 
     ask_library(question, store, options, explain=out, as_json=as_json)
 
@@ -169,7 +192,8 @@ def chat(
 ) -> None:
     """Talk with a library: the model is loaded once, answers are streamed, and each names its sources."""
     _require_library(store)
-    from qcfuse_rag.cli.chat import chat_with_library
+    with _without_collection():
+        from qcfuse_rag.cli.chat import chat_with_library
 
     chat_with_library(store, options, max_new_tokens=max_new_tokens)
 
@@ -178,7 +202,8 @@ def chat(
 @expand_options
 def profile(options: ProfileOptions, as_json: Json = False) -> None:
     """Find the critical layers of a model: the layers in which questions attend to their answers."""
-    from qcfuse_rag.cli.profile import run_profile
+    with _without_collection():
+        from qcfuse_rag.cli.profile import run_profile
 
     run_profile(options, as_json=as_json)
 
@@ -203,7 +228,8 @@ def models_check(
     as_json: Json = False,
 ) -> None:
     """Check on a few tokens whether reuse is exact for a model; exit with 1 if not."""
-    from qcfuse_rag.cli.describe import check_model, print_model_check
+    with _without_collection():
+        from qcfuse_rag.cli.describe import check_model, print_model_check
 
     report = check_model(model, device, dtype, weights or WeightsChoice.MODEL)
     if as_json:
@@ -212,6 +238,19 @@ def models_check(
         print_model_check(report)
     if not report["supported"]:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Import without garbage collection, which would go through the objects of all modules again and again."""
+    if "torch" in sys.modules:  # a program that imports models calls the command
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _require_library(folder: Path) -> None:

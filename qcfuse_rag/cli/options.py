@@ -110,6 +110,17 @@ class WordingOptions(ModelOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOptions(WordingOptions):
+    """What conversations begin with."""
+
+    system: Annotated[str | None, Option(help="The system message of the conversations.")] = None
+    tools: Annotated[
+        Path | None, Option(help="JSON file with the list of the agent's tools, as requests to the server give them.")
+    ] = None
+    tenant: Tenant = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MethodOptions(WordingOptions):
     """A model and the fusion method that reuses caches."""
 

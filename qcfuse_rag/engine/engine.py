@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from qcfuse_rag.engine.corpus import Corpus, WarmSettings
 from qcfuse_rag.engine.first_passes import run_first_passes
-from qcfuse_rag.engine.kept_check import check_exact_once
-from qcfuse_rag.engine.verdict import Verdict, VerdictPolicy, require_verdict
-from qcfuse_rag.errors import InvalidTemplate, PromptTooLong, StoreError, Unverified
+from qcfuse_rag.engine.opening import open_parts
+from qcfuse_rag.engine.recognition import recognise
+from qcfuse_rag.engine.system_prefixes import SystemPrefixes
+from qcfuse_rag.engine.verdict import Verdict, VerdictPolicy
 from qcfuse_rag.fusion.estimate import rows_if_stored
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill_in_parts
 from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES, PrefixCache
 from qcfuse_rag.fusion.recompute import PartRows, Parts, complete
-from qcfuse_rag.fusion.report import UNSOUGHT, FusionReport
+from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decode import Generation, TextStream
 from qcfuse_rag.generation.sampling import Sampler, SamplingParams
 from qcfuse_rag.ingestion.summary import WarmSummary
 from qcfuse_rag.methods import choose_method
-from qcfuse_rag.monitoring.shadow import InFlight, Shadow, ShadowSettings
+from qcfuse_rag.monitoring.prefill_watch import PrefillWatch
+from qcfuse_rag.monitoring.shadow import Shadow, ShadowSettings
 from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.prompts.joined_text import prompt_from_joined_text
+from qcfuse_rag.prompts.length_limit import require_short
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.prompts.special_tokens import RenderedText, count_visible, estimate_length
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.layer_profile import LayerProfile, find_profile
+from qcfuse_rag.runtime.layer_profile import LayerProfile
 from qcfuse_rag.runtime.runner import LOAD_LIMIT_S, ModelRunner
 from qcfuse_rag.store.backends.base import KVStore
-from qcfuse_rag.store.factory import open_store
-
-LOG = logging.getLogger(__name__)
-
-CHEAP_CHARACTERS = 1 << 16
-"""Text below this length is always tokenised, which takes milliseconds, so that errors can name its exact length."""
 
 
 class FusionEngine:
@@ -83,14 +75,13 @@ class FusionEngine:
         self.method = method or choose_method()
         self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate(), lm.window.tokens)
         self.corpus = Corpus(lm, store, self.prompts, self.method)
+        self._system_prefixes = SystemPrefixes(lm, store)
         self.runner = ModelRunner(lm, store, load_limit_s=load_limit_s)
         self.prefixes = PrefixCache(prefix_bytes)
         self.profile: LayerProfile | None = None
         self.profile_ignored: str | None = None
         self.verdict: Verdict | None = None
-        self._in_flight = InFlight()
-        self._shadow: Shadow | None = None
-        self._observers: tuple[Callable[[FusionReport], None], ...] = ()
+        self._watch = PrefillWatch(self.runner)
 
     @classmethod
     def load(
@@ -122,9 +113,8 @@ class FusionEngine:
             dtype: such as `bfloat16`; float32 on a CPU, the checkpoint's own on a GPU.
             weights: `model` (in the dtype), `float16` or `int8` (on CPUs), or `auto`; see
                 `models.load.load_pretrained`.
-            check: compare the engine with the model's own code on a few tokens before it is trusted. A passed
-                comparison is kept and not repeated for the same model, versions, device and code (`engine.kept_check`);
-                `qcfuse models check` always compares.
+            check: compare the engine with the model's own code on a few tokens before it is trusted. A comparison that
+                has passed is kept, see `engine.kept_check`; `qcfuse models check` always compares.
             profile: a file from `qcfuse profile` that says which layers are critical. By default the `profile.json` in
                 the store's folder, if there is one and it is of this model; else `profile_ignored` says why not.
             verdict: what to do without a passing verdict of `qcfuse verify` on this model and method in the store's
@@ -144,22 +134,17 @@ class FusionEngine:
             Unverified: if a verdict is required and there is none that passed.
         """
         lm = LanguageModel.load(model, device=device, dtype=dtype, weights=weights)
-        folder = store.folder if isinstance(store, KVStore) else None if store is None else Path(store).expanduser()
-        lookup = find_profile(lm, profile, folder)
-        if check:
-            check_exact_once(lm)
-        opened = store if isinstance(store, KVStore) else open_store(store)
-        lm, chosen = lookup.applied(lm), method or choose_method()
-        try:
-            existing = require_verdict(lm, opened, chosen, verdict)
-        except Unverified:
-            if not isinstance(store, KVStore):
-                opened.close()
-            raise
-        if existing is not None:
-            chosen = existing.applied(chosen)
-        engine = cls(lm, opened, template=template, method=chosen, load_limit_s=load_limit_s, prefix_bytes=prefix_bytes)
-        engine.verdict, engine.profile, engine.profile_ignored = existing, lookup.profile, lookup.ignored
+        opened = open_parts(lm, store, method or choose_method(), check=check, profile=profile, policy=verdict)
+        engine = cls(
+            opened.lm,
+            opened.store,
+            template=template,
+            method=opened.method,
+            load_limit_s=load_limit_s,
+            prefix_bytes=prefix_bytes,
+        )
+        engine.verdict = opened.verdict
+        engine.profile, engine.profile_ignored = opened.lookup.profile, opened.lookup.ignored
         if lm.device.type == "cuda" if compiled is None else compiled:
             engine.compile()
         return engine
@@ -167,6 +152,31 @@ class FusionEngine:
     def warm(self, texts: Iterable[str], **settings: Unpack[WarmSettings]) -> WarmSummary:
         """Prefill passages into the store, leaving alone those that are there; see `Corpus.warm`."""
         return self.corpus.warm(texts, **settings)
+
+    def warm_prefix(
+        self,
+        system: str | None = None,
+        tools: Sequence[Tool] = (),
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> WarmSummary:
+        """Prefill what conversations with a system message and tools begin with into the store.
+
+        Their prompts load it, which is exact, as long as system message, tools and their order are the same. It is
+        stored for conversations as they are, and for conversations beside which passages are given: there the prompt
+        template's system message comes first.
+
+        Args:
+            system: the system message; None if there is none.
+            tools: tools that the model may call.
+            chat_template_kwargs: see `prompt`.
+
+        Raises:
+            InvalidTemplate: if the tokenizer's chat template does not take the system message, shows no tools, or does
+                not read one of the variables.
+            StoreError: if the store cannot be written.
+        """
+        return self._system_prefixes.warm(self.prompts.with_kwargs(chat_template_kwargs), system, tools)
 
     def forget(self, source: str) -> int:
         """Remove a document's passages from the store; return the number of removed entries. See `Corpus.forget`."""
@@ -193,8 +203,10 @@ class FusionEngine:
                 read one of these variables.
             PromptTooLong: if it is far beyond the context window; `prefill` refuses what exceeds it by less.
         """
-        self._require_short(question, *passages, *history, *tools, chat_template_kwargs or "")
-        return self.prompts.with_kwargs(chat_template_kwargs).build(question, passages, history, tools)
+        require_short(self.prompts, question, *passages, *history, *tools, chat_template_kwargs or "")
+        builder = self.prompts.with_kwargs(chat_template_kwargs)
+        prompt = builder.build(question, passages, history, tools)
+        return self._system_prefixes.mark(builder, prompt, builder.turns("", (), history), tools)
 
     def prompt_from_text(
         self,
@@ -219,20 +231,10 @@ class FusionEngine:
                 read one of the variables; or if finished text is given with variables.
             PromptTooLong: if it is far beyond the context window; `prefill` refuses what exceeds it by less.
         """
-        self._require_short(conversation, *tools, chat_template_kwargs or "")
-        finished = isinstance(conversation, str)
-        if finished and chat_template_kwargs:
-            raise InvalidTemplate("finished text has no chat template; give messages, or omit chat_template_kwargs")
-        builder = self.prompts.with_kwargs(chat_template_kwargs)
-        rendered = RenderedText(conversation) if isinstance(conversation, str) else builder.render(conversation, tools)
-        self._require_short(rendered.text)  # the template has added to it
-        note = None
-        try:
-            matches = self.corpus.signatures.find(rendered.text)
-        except StoreError as error:
-            matches, note = [], f"{UNSOUGHT}: {error}"
-        prompt = prompt_from_joined_text(builder, rendered, matches, begin=finished)
-        return replace(prompt, note=note)
+        prompt = recognise(self.prompts, self.corpus.signatures, conversation, tools, chat_template_kwargs)
+        if isinstance(conversation, str):
+            return prompt
+        return self._system_prefixes.mark(self.prompts.with_kwargs(chat_template_kwargs), prompt, conversation, tools)
 
     def prefill(self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0) -> Prefilled:
         """Bring a prompt to its first token; for measuring, and for decoding by other means.
@@ -271,27 +273,17 @@ class FusionEngine:
         Raises:
             PromptTooLong: if prompt and answer exceed the context window.
         """
-        chosen = method or self.method
-        shadow = self._shadow if method is None else None
-        if shadow is not None:
-            chosen = shadow.method(chosen)
-        with self._in_flight.track():
+        with self._watch.prefill(self.method, method) as watched:
             self.store.advance()
             if self.corpus.evict_removed():
                 self.prefixes.clear()
-            lease = None if prefixes is None else prefixes.lease(prompt, chosen)
+            lease = None if prefixes is None else prefixes.lease(prompt, watched.method)
             prefilled = yield from prefill_in_parts(
-                self.runner, prompt, chosen, answer_tokens=answer_tokens, shared=lease, part_rows=part_rows
+                self.runner, prompt, watched.method, answer_tokens=answer_tokens, shared=lease, part_rows=part_rows
             )
             if lease is not None:
                 lease.release()
-        if shadow is not None:
-            shadow.note(prefilled, chosen)
-        for observer in self._observers:
-            try:
-                observer(prefilled.report)
-            except Exception:
-                LOG.exception("an observer of fused prefills failed; the answer is not affected")
+        watched.finish(prefilled)
         return prefilled
 
     def stream(
@@ -316,11 +308,9 @@ class FusionEngine:
         """
         params = sampling or SamplingParams()
         sampler = Sampler(params, self.lm)  # refuses an impossible grammar before anything is computed
-        parts = self.prefill_in_parts(
-            prompt, method=method, answer_tokens=params.max_new_tokens, prefixes=self.prefixes
-        )
-        prefilled = complete(parts)
-        return TextStream(self.runner, prefilled, params, cancel=cancel, sampler=sampler)
+        answer_tokens = params.max_new_tokens
+        parts = self.prefill_in_parts(prompt, method=method, answer_tokens=answer_tokens, prefixes=self.prefixes)
+        return TextStream(self.runner, complete(parts), params, cancel=cancel, sampler=sampler)
 
     def generate(
         self,
@@ -358,22 +348,18 @@ class FusionEngine:
 
         See `monitoring.tracing` for OpenTelemetry and `monitoring.metrics` for Prometheus. Its errors are logged.
         """
-        self._observers = (*self._observers, observer)
+        self._watch.observe(observer)
 
     def watch(self, settings: ShadowSettings | None = None) -> Shadow:
         """Compare some requests with full prefill from now on, while no request is prefilled; see `monitoring.shadow`.
 
         Only requests that name no method of their own are watched. An earlier watch ends.
         """
-        if self._shadow is not None:
-            self._shadow.close()
-        self._shadow = Shadow(self.runner, settings or ShadowSettings(), self._in_flight)
-        return self._shadow
+        return self._watch.start_shadow(settings or ShadowSettings())
 
     def close(self) -> None:
         """Stop watching, drop finished requests, and close the store, also one that was handed over."""
-        if self._shadow is not None:
-            self._shadow.close()
+        self._watch.close()
         self.prefixes.clear()
         self.corpus.close()
         self.store.close()
@@ -381,26 +367,5 @@ class FusionEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
-
-    def _require_short(self, *parts: object) -> None:
-        """Refuse text that no tokenizer could make short enough, before tokenising takes seconds and gigabytes.
-
-        Raises:
-            PromptTooLong: if there are more characters than a window of the longest tokens holds, counted as a template
-                may write them. Whitespace counts apart, because tokens of whitespace are often the longest.
-        """
-        window = self.lm.window.tokens
-        count = sum(map(estimate_length, parts))
-        if count < CHEAP_CHARACTERS:
-            return
-        most_visible = window * self.prompts.longest_visible_token
-        if count > window * self.prompts.longest_token or (
-            count > most_visible and sum(map(count_visible, parts)) > most_visible
-        ):
-            raise PromptTooLong(
-                f"a prompt of about {count:,} characters cannot fit a context window of {window:,} tokens"
-            )

@@ -17,7 +17,6 @@ from qcfuse_rag.generation.grammar import json_grammar
 from qcfuse_rag.generation.reasoning import AnswerPiece, ReasoningFormat
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.generation.tool_parsers import BrokenCall, ParsedResponse, ToolCallParser, tool_call_parser
-from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.special_tokens import special_tokens_of
 from qcfuse_rag.prompts.template import Tool, Turn
@@ -26,11 +25,6 @@ from qcfuse_rag.prompts.template import Tool, Turn
 class PromptSource(Protocol):
     """Builds prompts, as `FusionEngine` does."""
 
-    @property
-    def prompts(self) -> PromptBuilder:
-        """The builder of prompt parts."""
-        ...
-
     def prompt(
         self,
         question: str,
@@ -38,6 +32,7 @@ class PromptSource(Protocol):
         history: Sequence[Turn] = (),
         tools: Sequence[Tool] = (),
         *,
+        later: Sequence[Turn] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Build a prompt from a question and passages."""
@@ -158,15 +153,11 @@ class ResponseFormat:
         )
         history, later_turns = turns[:last_question], turns[last_question + 1 :]
         question = self.with_schema_hint(turns[last_question]["content"])
-        conversation: list[Turn]
         tools, kwargs = self.visible_tools, chat_template_kwargs
         if passages is None:
             conversation = [*history, {**turns[last_question], "content": question}, *later_turns]
             return engine.prompt_from_text(conversation, tools, chat_template_kwargs=kwargs)
-        if later_turns:
-            conversation = [*engine.prompts.turns(question, passages, history), *later_turns]
-            return engine.prompt_from_text(conversation, tools, chat_template_kwargs=kwargs)
-        return engine.prompt(question, passages, history, tools, chat_template_kwargs=kwargs)
+        return engine.prompt(question, passages, history, tools, later=later_turns, chat_template_kwargs=kwargs)
 
     def with_schema_hint(self, question: str) -> str:
         """Return a question, followed by the schema that the answer must follow, if there is one with properties."""

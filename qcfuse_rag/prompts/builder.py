@@ -7,7 +7,7 @@ tokenised separately, and no boundary is ever searched for in tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, takewhile
@@ -35,7 +35,6 @@ MARKERS = ("context", "question")
 MARKER_NUMBERS = re.compile(r"\[\[qcfuse:([0-9]+):")
 """Matches the numbers of markers that a conversation or a tool mentions."""
 
-
 OF_THE_TOKENIZER = ("variables", "_special", "_with_special", "_without_special")
 """What a builder computes from its tokenizer alone, some of it slowly."""
 
@@ -44,6 +43,9 @@ PIECE_CHARACTERS = 1 << 14
 
 CHEAP_TOKENS = 1 << 16
 """Tokens that are made for any window."""
+
+Parts = list[tuple[str, RenderedText]]
+"""A prompt's kinds of text in order, `literal`, `context` and `question`; a literal with its text."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,13 @@ class PromptBuilder:
         return tuple(self._encoding(self._without_special, chunk, bounded=False).offsets)
 
     def build(
-        self, question: str, chunks: Sequence[str], history: Sequence[Turn] = (), tools: Sequence[Tool] = ()
+        self,
+        question: str,
+        chunks: Sequence[str],
+        history: Sequence[Turn] = (),
+        tools: Sequence[Tool] = (),
+        later: Sequence[Turn] = (),
+        split_text: Callable[[RenderedText], Sequence[Segment]] | None = None,
     ) -> Prompt:
         """Build a prompt.
 
@@ -124,13 +132,15 @@ class PromptBuilder:
             history: earlier turns of the conversation, placed after the system message; never stored. Its leading
                 system messages are merged into the template's system message, or become it if there is none.
             tools: tools that the model may call, at the place of the chat template; never stored.
+            later: turns behind the question, such as a tool call and its result; never stored.
+            split_text: returns the segments of a text between question and chunks, so that passages in other turns are
+                chunks too. With None, each of these texts is one segment.
 
         Returns:
             The segments system prefix, chunks, question and answer header, in the template's order.
         """
-        parts = self._parts(history, tools) if history or tools else self._fixed_parts
+        parts = self._parts(history, tools, later) if history or tools or later else self._fixed_parts
         segments: list[Segment] = []
-        fixed = not history and not tools and parts[1][0] == "context"
         for index, (kind, rendered) in enumerate(parts):
             if kind == "context":
                 tokens = 0
@@ -141,9 +151,12 @@ class PromptBuilder:
                     segments.append(Segment(Role.CHUNK, ids, self.template.format_chunk(chunk)))
             elif kind == "question":
                 segments.append(Segment(Role.QUESTION, self._text_ids(question), question))
+            elif index == 0 and self.prefix_ids and rendered == self._fixed_parts[0][1]:
+                segments.append(Segment(Role.HEAD, self.prefix_ids, rendered.text))
+            elif split_text is not None:
+                segments += split_text(rendered)
             else:
-                role = Role.HEAD if index == 0 and fixed else Role.TEXT
-                segments.append(Segment(role, self._encode(rendered), rendered.text))
+                segments.append(Segment(Role.TEXT, self._encode(rendered), rendered.text))
         return Prompt(tuple(segments), prefix_ids=self.prefix_ids)
 
     def turns(self, question: str, chunks: Sequence[str], history: Sequence[Turn] = ()) -> list[Turn]:
@@ -172,18 +185,19 @@ class PromptBuilder:
         return tuple(ids), offsets
 
     @cached_property
-    def _fixed_parts(self) -> list[tuple[str, RenderedText]]:
-        return self._parts((), ())
+    def _fixed_parts(self) -> Parts:
+        return self._parts()
 
-    def _parts(self, history: Sequence[Turn], tools: Sequence[Tool]) -> list[tuple[str, RenderedText]]:
+    def _parts(self, history: Sequence[Turn] = (), tools: Sequence[Tool] = (), later: Sequence[Turn] = ()) -> Parts:
         """Return the rendered template in order: literal, context, literal, question, literal, or question first."""
-        used = set(MARKER_NUMBERS.findall(f"{history}{tools}{self.template.chat_template_kwargs}"))
+        used = set(MARKER_NUMBERS.findall(f"{history}{tools}{later}{self.template.chat_template_kwargs}"))
         number = next(number for number in map(str, count()) if number not in used)
         markers = {name: f"[[qcfuse:{number}:{name}]]" for name in MARKERS}
         # The prompt template is the developer's, so special tokens in it count as such; everything else is marked.
-        special_tokens = self._mark(history, tools)
-        messages = self._messages(markers["question"], markers["context"], special_tokens.turns)
-        rendered = self._render(list(map(as_mapping, messages)), special_tokens)
+        special_tokens = self._mark([*history, *later], tools)
+        turns = special_tokens.turns
+        messages = self._messages(markers["question"], markers["context"], turns[: len(history)])
+        rendered = self._render(list(map(as_mapping, [*messages, *turns[len(history) :]])), special_tokens)
         positions = sorted((rendered.text.find(marker), name) for name, marker in markers.items())
         if any(rendered.text.count(marker) != 1 for marker in markers.values()):
             raise InvalidTemplate("the tokenizer's chat template repeats or drops message text; it cannot be cut apart")

@@ -29,10 +29,18 @@ def prompt_from_joined_text(
         matches: passages found in the text, in order.
         begin: put the tokenizer's start token in front.
     """
+    segments = text_segments(builder, rendered, matches, begin=begin)
+    return Prompt(tuple(segments), prefix_ids=builder.prefix_ids, joined=True)
+
+
+def text_segments(
+    builder: PromptBuilder, rendered: RenderedText, matches: Sequence[PassageMatch], *, begin: bool = False
+) -> list[Segment]:
+    """Return the segments of a text, of which the last one is not stored; see `prompt_from_joined_text`."""
     text = rendered.text
     ids, offsets = builder.encode_whole(rendered, begin=begin)
-    if not ids:  # `Prompt` refuses this with the reason
-        return Prompt((Segment(Role.TEXT, (), text),), prefix_ids=builder.prefix_ids, joined=True)
+    if not ids:  # `Prompt` refuses a prompt of nothing else with the reason
+        return [Segment(Role.TEXT, (), text)]
 
     def segment(role: Role, start: int, stop: int, part: ChunkPart | None = None) -> Segment:
         return Segment(role, ids[start:stop], text[offsets[start][0] : offsets[stop - 1][1]], part)
@@ -45,8 +53,7 @@ def prompt_from_joined_text(
             segments.append(segment(Role.TEXT, end, start))
         segments.append(segment(Role.CHUNK, start, stop, part))
         end = stop
-    segments.append(segment(Role.TEXT, end, len(ids)))
-    return Prompt(tuple(segments), prefix_ids=builder.prefix_ids, joined=True)
+    return [*segments, segment(Role.TEXT, end, len(ids))]
 
 
 def _stored_parts(

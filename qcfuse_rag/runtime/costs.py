@@ -11,7 +11,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -197,7 +197,7 @@ def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener
     """
     transfers = transfers or TransferOpener(lm)
     try:
-        chunks = list(islice(_stored_passages(lm, _measured_tier(store)), LOADS * PASSAGES_PER_LOAD))
+        chunks = _stored_chunks(lm, _measured_tier(store))
         size = max(1, len(chunks) // LOADS)
         loads = [chunks[start : start + size] for start in range(0, len(chunks), size)][:LOADS]
         times = [seconds for load in loads if (seconds := _load_once(lm, load, transfers.open())) is not None]
@@ -216,18 +216,23 @@ def _measured_tier(store: KVStore) -> KVStore:
     return next((tier for tier in before if tier.stats()[0].entries >= entries), tiers[-1])
 
 
-def _stored_passages(lm: LanguageModel, store: KVStore) -> Iterator[ChunkKV]:
-    """Yield stored passages of the model.
+def _stored_chunks(lm: LanguageModel, store: KVStore) -> list[ChunkKV]:
+    """Return some stored passages of the model; where there are none, what is stored blind.
 
-    System prefixes are left out because they are short, and captured entries because no request loads them.
+    A system prefix is stored blind. It is often short, so it does not count beside passages. Captured entries are left
+    out because no request loads them.
     """
-    bases = [name for name in BASES if name != BLIND.name]
-    for entry in store.entries():
-        opened = store.open(entry.address)
-        if isinstance(opened, tuple):
-            key, chunk = opened
-            if key.fingerprint == lm.fingerprint and key.base.split("+")[0] in bases:
-                yield chunk
+
+    def read(bases: Collection[str]) -> Iterator[ChunkKV]:
+        for entry in store.entries():
+            opened = store.open(entry.address)
+            if isinstance(opened, tuple):
+                key, chunk = opened
+                if key.fingerprint == lm.fingerprint and key.base.split("+")[0] in bases:
+                    yield chunk
+
+    count = LOADS * PASSAGES_PER_LOAD
+    return list(islice(read(BASES.keys() - {BLIND.name}), count)) or list(islice(read({BLIND.name}), count))
 
 
 def _load_once(lm: LanguageModel, chunks: Sequence[ChunkKV], transfer: HostToDevice | None) -> float | None:

@@ -140,6 +140,15 @@ def test_loading_is_measured_when_there_is_something_to_load(llama: LanguageMode
     assert engine.runner.costs().load_s > 0
 
 
+def test_loading_is_measured_over_what_is_stored_blind_if_there_is_nothing_else(
+    llama: LanguageModel, tmp_path: Path
+) -> None:
+    with DiskStore(tmp_path) as store:
+        make_engine(llama, store).warm_prefix("You look after the boats of a small harbour.")
+        assert make_engine(llama, store).runner.costs().load_s > 0
+        assert list(tmp_path.glob("costs-*.json")), "the next process does not measure again"
+
+
 def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seams.passes_take(monkeypatch, lambda rows: 0.5 + 0.002 * rows)
     costs = measure_passes(llama)

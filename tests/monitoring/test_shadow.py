@@ -99,7 +99,7 @@ def test_a_prompt_that_fills_the_window_is_compared_at_its_first_token(served: F
 
 def test_passages_that_were_removed_meanwhile_are_not_compared(served: FusionEngine) -> None:
     shadow = served.watch(ShadowSettings(every=1))
-    with served._in_flight.track():
+    with served._watch.in_flight.track():
         ask(served, 1)
         served.store.clear()
     assert shadow.wait(30)
@@ -159,7 +159,7 @@ def test_no_drift_changes_nothing(served: FusionEngine) -> None:
 
 def test_comparisons_wait_for_idle_time_and_too_many_are_dropped(served: FusionEngine) -> None:
     shadow = served.watch(ShadowSettings(every=1, most_waiting=2))
-    with served._in_flight.track():
+    with served._watch.in_flight.track():
         ask(served, 4)
         time.sleep(0.05)
         assert shadow.drift().compared == 0

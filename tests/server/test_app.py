@@ -18,12 +18,12 @@ import pytest
 import uvicorn
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
-from qcfuse_rag.engine.engine import CHEAP_CHARACTERS
 from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.generation.reasoning import AnswerPiece
 from qcfuse_rag.generation.response_format import ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
 from qcfuse_rag.prompts.builder import CHEAP_TOKENS, PromptBuilder
+from qcfuse_rag.prompts.length_limit import CHEAP_CHARACTERS
 from qcfuse_rag.prompts.special_tokens import RenderedText
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import MAX_PREPARING, EngineBackend
@@ -462,7 +462,8 @@ async def test_tokenising_ends_soon_beyond_the_window(
         return found
 
     monkeypatch.setattr(PromptBuilder, "_encoding", counting)
-    monkeypatch.setattr(FusionEngine, "_require_short", lambda *_: None)
+    for module in ("engine", "recognition"):
+        monkeypatch.setattr(f"qcfuse_rag.engine.{module}.require_short", lambda *_: None)
     text, user = sign * 100_000, {"role": "user", "content": "x"}
     some = [{"role": "user", "content": sign * 1_000}, {"role": "assistant", "content": "x"}] * 100
     for changes in (

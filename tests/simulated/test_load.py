@@ -54,7 +54,7 @@ def test_an_engine_is_compiled_before_its_first_request(
     models, compiled = [build_model("llama"), moved(build_model("llama"), device)], list[str]()
     monkeypatch.setattr(LanguageModel, "load", lambda *_, **__: LanguageModel.wrap(models.pop(), tokenizer))
     monkeypatch.setattr(FusionEngine, "compile", lambda engine: compiled.append(engine.lm.device.type))
-    monkeypatch.setattr("qcfuse_rag.engine.engine.check_exact_once", lambda lm: None)
+    monkeypatch.setattr("qcfuse_rag.engine.opening.check_exact_once", lambda lm: None)
     load().close()
     load().close()
     assert compiled == ["cuda"], "not on a CPU"

@@ -84,7 +84,7 @@ batches_per_window = _seam("qcfuse_rag.ingestion.batch_plan.BATCHES_PER_WINDOW")
 enrichment_prefill = _seam("qcfuse_rag.ingestion.enrichment.prefill_chunks")
 
 sampler = _seam("qcfuse_rag.engine.engine.Sampler")
-verdict_check = _seam("qcfuse_rag.engine.engine.require_verdict")
+verdict_check = _seam("qcfuse_rag.engine.opening.require_verdict")
 kept_bytes = _seam("qcfuse_rag.verification.references.KEPT_BYTES")
 verified_answers = _seam(
     "qcfuse_rag.verification.references.greedy_answers", "qcfuse_rag.verification.answers.greedy_answers"

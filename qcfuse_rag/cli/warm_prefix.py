@@ -1,0 +1,63 @@
+"""`qcfuse warm prefix`: prefill a system message and an agent's tools into the store of a library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from qcfuse_rag.cli.console import print_json, print_line, print_note, size, status
+from qcfuse_rag.cli.library import existing_store_folder, open_library_store
+from qcfuse_rag.cli.library_settings import LibrarySettings
+from qcfuse_rag.cli.open_engine import open_engine
+from qcfuse_rag.cli.options import PrefixOptions
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.methods import choose_method
+
+
+def warm_prefix(library: Path, options: PrefixOptions, *, as_json: bool) -> None:
+    """Prefill the system prefix of the conversations that have this system message and these tools."""
+    tools = [] if options.tools is None else read_tools(options.tools)
+    if options.system is None and not tools:
+        raise QCFuseError("there is nothing to prefill: give --system, --tools or both")
+    existing_store_folder(library)
+    settings = LibrarySettings.load(library)
+    options = settings.applied_to(options)
+    with open_library_store(library, tenant=options.tenant) as store:
+        engine = open_engine(store, choose_method(), options, settings)
+        with status("prefilling"):
+            summary = engine.warm_prefix(options.system, tools)
+        engine.corpus.close()
+    if as_json:
+        print_json(summary.to_dict())
+        return
+    print_line(
+        f"{summary.warmed} beginnings of conversations prefilled ({summary.tokens:,} tokens, "
+        f"{size(summary.size_bytes)}), {summary.present} were there already"
+    )
+    for _, reason in summary.failed:
+        print_note("not stored:", reason)
+
+
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """Read tools in OpenAI's form from a JSON file.
+
+    Raises:
+        QCFuseError: if the file cannot be read or is no list of tools.
+    """
+    try:
+        tools = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise QCFuseError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise QCFuseError(f"{path} is not JSON: {error}") from error
+    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
+        raise QCFuseError(
+            f"{path} has to be a list of tools, as requests give them: "
+            '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}]'
+        )
+    return tools
+
+
+def _is_tool(tool: Any) -> bool:
+    return isinstance(tool, dict) and isinstance(tool.get("function"), dict) and "name" in tool["function"]
