@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from qcfuse_rag.errors import InvalidTemplate, PromptTooLong
 from qcfuse_rag.prompts.bounded_render import render_bounded
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.prompts.special_tokens import RenderedText, SpecialTokenMarker, special_tokens_of
+from qcfuse_rag.prompts.special_tokens import RenderedText, SpecialTokenMarker, special_tokens_of, tokenizer_copy
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping
 from qcfuse_rag.prompts.template_variables import template_variables
 
@@ -335,24 +335,15 @@ class PromptBuilder:
     def _special(self) -> tuple[str, ...]:
         return special_tokens_of(self.tokenizer)
 
-    # Recognising special tokens is a setting of the tokenizer itself, which threads share; so there are two copies.
     @cached_property
     def _with_special(self) -> Tokenizer:
-        return _private_copy(self.tokenizer, split_special=False)
+        return tokenizer_copy(self.tokenizer, split_special=False)
 
     @cached_property
     def _without_special(self) -> Tokenizer:
-        return _private_copy(self.tokenizer, split_special=True)
+        return tokenizer_copy(self.tokenizer, split_special=True)
 
 
 def _is_system_text(turn: Turn) -> bool:
     message = as_mapping(turn)
     return message["role"] == "system" and isinstance(message.get("content"), str)
-
-
-def _private_copy(tokenizer: PreTrainedTokenizerBase, *, split_special: bool) -> Tokenizer:
-    core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    core.no_truncation()
-    core.no_padding()
-    core.encode_special_tokens = split_special
-    return core

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidTemplate
@@ -34,6 +35,23 @@ INDENT = 4
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the special tokens of a tokenizer, which are no text."""
     return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+
+
+def tokenizer_copy(tokenizer: PreTrainedTokenizerBase, *, split_special: bool) -> Tokenizer:
+    """Return a copy of a tokenizer without truncation and padding.
+
+    Whether special tokens are recognised in text is a setting of the tokenizer, which threads share; so each setting
+    has its copy.
+
+    Args:
+        tokenizer: the tokenizer.
+        split_special: whether text that is spelt like a special token is plain text.
+    """
+    core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    core.no_truncation()
+    core.no_padding()
+    core.encode_special_tokens = split_special
+    return core
 
 
 @dataclass(frozen=True, slots=True)
