@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack
 from qcfuse_rag.engine.corpus import Corpus, WarmSettings
 from qcfuse_rag.engine.first_passes import run_first_passes
 from qcfuse_rag.engine.opening import open_parts
-from qcfuse_rag.engine.recognition import recognise
+from qcfuse_rag.engine.recognition import build_among_turns, recognise
 from qcfuse_rag.engine.system_prefixes import SystemPrefixes
 from qcfuse_rag.engine.verdict import Verdict, VerdictPolicy
 from qcfuse_rag.fusion.estimate import rows_if_stored
@@ -191,10 +191,13 @@ class FusionEngine:
         history: Sequence[Turn] = (),
         tools: Sequence[Tool] = (),
         *,
+        later: Sequence[Turn] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Assemble a prompt from a question, retrieved passages in order, earlier turns, and tools to be called.
 
+        `later` are turns behind the question, such as the call of a tool and its result. Warmed passages in other turns
+        than the question's are found and reused where they stand, see `prompt_from_text`.
         `chat_template_kwargs` sets variables of the model's chat template over those of the prompt template. If they
         change the text before the passages, passages that were warmed behind another text there are recomputed.
 
@@ -203,9 +206,9 @@ class FusionEngine:
                 read one of these variables.
             PromptTooLong: if it is far beyond the context window; `prefill` refuses what exceeds it by less.
         """
-        require_short(self.prompts, question, *passages, *history, *tools, chat_template_kwargs or "")
-        builder = self.prompts.with_kwargs(chat_template_kwargs)
-        prompt = builder.build(question, passages, history, tools)
+        require_short(self.prompts, question, *passages, *history, *tools, *later, chat_template_kwargs or "")
+        builder, signatures = self.prompts.with_kwargs(chat_template_kwargs), self.corpus.signatures
+        prompt = build_among_turns(builder, signatures, question, passages, history, tools, later)
         return self._system_prefixes.mark(builder, prompt, builder.turns("", (), history), tools)
 
     def prompt_from_text(

@@ -1,4 +1,4 @@
-"""Build a prompt from text that a framework has put together, with the warmed passages that are recognised in it."""
+"""Build prompts with the warmed passages that are recognised in text that a framework or a conversation brings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 from qcfuse_rag.errors import InvalidTemplate, StoreError
 from qcfuse_rag.fusion.report import UNSOUGHT
 from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.prompts.joined_text import prompt_from_joined_text
+from qcfuse_rag.prompts.joined_text import prompt_from_joined_text, text_segments
 from qcfuse_rag.prompts.length_limit import require_short
-from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.prompts.segments import Prompt, Segment
 from qcfuse_rag.prompts.special_tokens import RenderedText
 from qcfuse_rag.prompts.template import Tool, Turn
+from qcfuse_rag.store.documents.passage_match import PassageMatch
 from qcfuse_rag.store.documents.passage_signatures import PassageSignatures
 
 
@@ -46,10 +47,41 @@ def recognise(
     builder = builder.with_kwargs(chat_template_kwargs)
     rendered = RenderedText(conversation) if isinstance(conversation, str) else builder.render(conversation, tools)
     require_short(builder, rendered.text)  # the template has added to it
-    note = None
-    try:
-        matches = signatures.find(rendered.text)
-    except StoreError as error:
-        matches, note = [], f"{UNSOUGHT}: {error}"
+    matches, note = _find(signatures, rendered)
     prompt = prompt_from_joined_text(builder, rendered, matches, begin=finished)
     return replace(prompt, note=note)
+
+
+def build_among_turns(
+    builder: PromptBuilder,
+    signatures: PassageSignatures,
+    question: str,
+    passages: Sequence[str],
+    history: Sequence[Turn],
+    tools: Sequence[Tool],
+    later: Sequence[Turn],
+) -> Prompt:
+    """Build a prompt from a question, its passages and other turns, in which warmed passages are recognised.
+
+    Earlier questions may contain passages, and tools may have found some. They stay in their turns. See
+    `PromptBuilder.build` for the arguments and `FusionEngine.prompt` for errors.
+    """
+    if not history and not later:
+        return builder.build(question, passages, tools=tools)
+    notes: list[str | None] = []
+
+    def split_text(rendered: RenderedText) -> list[Segment]:
+        matches, note = _find(signatures, rendered)
+        notes.append(note)
+        return text_segments(builder, rendered, matches)
+
+    prompt = builder.build(question, passages, history, tools, later, split_text)
+    return replace(prompt, note=next(filter(None, notes), None))
+
+
+def _find(signatures: PassageSignatures, rendered: RenderedText) -> tuple[list[PassageMatch], str | None]:
+    """Return the warmed passages in a text, or none and the reason why it could not be searched."""
+    try:
+        return signatures.find(rendered.text), None
+    except StoreError as error:
+        return [], f"{UNSOUGHT}: {error}"
