@@ -134,17 +134,11 @@ class FusionEngine:
             Unverified: if a verdict is required and there is none that passed.
         """
         lm = LanguageModel.load(model, device=device, dtype=dtype, weights=weights)
-        opened = open_parts(lm, store, method or choose_method(), check=check, profile=profile, policy=verdict)
-        engine = cls(
-            opened.lm,
-            opened.store,
-            template=template,
-            method=opened.method,
-            load_limit_s=load_limit_s,
-            prefix_bytes=prefix_bytes,
+        lm, opened, chosen, existing, lookup = open_parts(
+            lm, store, method or choose_method(), check=check, profile=profile, policy=verdict
         )
-        engine.verdict = opened.verdict
-        engine.profile, engine.profile_ignored = opened.lookup.profile, opened.lookup.ignored
+        engine = cls(lm, opened, template=template, method=chosen, load_limit_s=load_limit_s, prefix_bytes=prefix_bytes)
+        engine.verdict, engine.profile, engine.profile_ignored = existing, lookup.profile, lookup.ignored
         if lm.device.type == "cuda" if compiled is None else compiled:
             engine.compile()
         return engine

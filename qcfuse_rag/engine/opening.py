@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from qcfuse_rag.engine.kept_check import check_exact_once
 from qcfuse_rag.engine.verdict import Verdict, VerdictPolicy, require_verdict
@@ -15,8 +15,7 @@ from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.factory import open_store
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedParts:
+class OpenedParts(NamedTuple):
     """The parts of an engine.
 
     Attributes:
