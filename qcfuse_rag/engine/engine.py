@@ -156,19 +156,8 @@ class FusionEngine:
     ) -> WarmSummary:
         """Prefill what conversations with a system message and tools begin with into the store.
 
-        Their prompts load it, which is exact, as long as system message, tools and their order are the same. It is
-        stored for conversations as they are, and for conversations beside which passages are given: there the prompt
-        template's system message comes first.
-
-        Args:
-            system: the system message; None if there is none.
-            tools: tools that the model may call.
-            chat_template_kwargs: see `prompt`.
-
-        Raises:
-            InvalidTemplate: if the tokenizer's chat template does not take the system message, shows no tools, or does
-                not read one of the variables.
-            StoreError: if the store cannot be written.
+        Their prompts load it, which is exact, as long as system message, tools and their order are the same. See
+        `SystemPrefixes.warm`, and `prompt` for `chat_template_kwargs`.
         """
         return self._system_prefixes.warm(self.prompts.with_kwargs(chat_template_kwargs), system, tools)
 
@@ -236,15 +225,8 @@ class FusionEngine:
     def prefill(self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0) -> Prefilled:
         """Bring a prompt to its first token; for measuring, and for decoding by other means.
 
-        Nothing that an earlier request has computed is reused but what the store has.
-
-        Args:
-            prompt: from `prompt`.
-            method: instead of the engine's own.
-            answer_tokens: tokens to reserve for the answer.
-
-        Raises:
-            PromptTooLong: if prompt and answer exceed the context window.
+        Nothing that an earlier request has computed is reused but what the store has. See `prefill_in_parts` for the
+        arguments and errors.
         """
         return complete(self.prefill_in_parts(prompt, method=method, answer_tokens=answer_tokens))
 

@@ -37,13 +37,21 @@ class SystemPrefixes:
         *,
         progress: Progress | None = None,
     ) -> WarmSummary:
-        """Prefill the system prefix of a system message and tools, see `FusionEngine.warm_prefix`.
+        """Prefill the system prefix of a system message and tools.
+
+        It is stored for conversations as they are, and for conversations beside which passages are given: there the
+        prompt template's system message comes first.
 
         Args:
             builder: of the prompts.
-            system: the system message.
-            tools: the tools.
+            system: the system message; None if there is none.
+            tools: tools that the model may call.
             progress: called with tokens `(done, total)`.
+
+        Raises:
+            InvalidTemplate: if the tokenizer's chat template does not take the system message, shows no tools, or does
+                not read one of the variables.
+            StoreError: if the store cannot be written.
         """
         turns: list[Turn] = [] if system is None else [("system", system)]
         prefixes = [system_prefix(builder, given, tools).ids for given in (turns, builder.turns("", (), turns))]
