@@ -61,6 +61,31 @@ async def test_open_webui_sends_a_file_whole_and_then_the_conversation(http: htt
     assert later["prompt_tokens_details"]["cached_tokens"] > reused
 
 
+async def test_a_context_in_the_last_message_is_found_behind_a_history_without_it(http: httpx.AsyncClient) -> None:
+    """Open WebUI sends earlier questions as they were typed, and the context of a new one in the last message."""
+    messages = [{"role": "user", "content": "Good morning."}, {"role": "assistant", "content": "Good morning."}]
+    body = {"model": "tiny", "stream": True, "max_tokens": 8, "stream_options": {"include_usage": True}}
+    for turn, passages in enumerate((PASSAGES[:2], PASSAGES[1:])):
+        asked = CONTEXT.format(text="\n\n".join(passages), question=QUESTION)
+        told = [*messages, {"role": "user", "content": asked}]
+        text, usage, report = read_stream(await post(http, "chat/completions", **body, messages=told))
+        chunks = [lookup for lookup in report["lookups"] if lookup["role"] == "chunk"]
+        assert [lookup["hit"] for lookup in chunks] == [True] * 2
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 0.7 * sum(lookup["tokens"] for lookup in chunks)
+        assert bool(report["prefix_tokens"]) == bool(turn), "what comes before the context is the turn before"
+        messages += [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": text}]
+
+
+async def test_documents_are_given_beside_a_history_that_has_some(http: httpx.AsyncClient) -> None:
+    asked = CONTEXT.format(text=PASSAGES[0], question="Good morning?")
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": "Good morning."}]
+    messages += [{"role": "user", "content": QUESTION}]
+    body = {"model": "tiny", "stream": True, "max_tokens": 8, "stream_options": {"include_usage": True}}
+    _, _, report = read_stream(await post(http, "chat/completions", **body, messages=messages, documents=PASSAGES[1:]))
+    hits = [lookup["hit"] for lookup in report["lookups"] if lookup["role"] == "chunk"]
+    assert hits == [True] * 3, "the one in the history and the two beside it"
+
+
 async def test_librechat_sends_openais_defaults(http: httpx.AsyncClient) -> None:
     body = {"model": "tiny", "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
     body |= {"user": "65f0", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8}
