@@ -17,53 +17,27 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from langchain_qcfuse.documents import SOURCE_KEY, passage_of, texts_of
 from langchain_qcfuse.messages import answer_chunk, answer_message, documents_in, last_chunk, turn_of
+from langchain_qcfuse.settings import (
+    ANSWER_SETTINGS,
+    CALL_SETTINGS,
+    or_default,
+    response_format_of,
+    without_service_settings,
+)
 from langchain_qcfuse.structured import bind_json_schema, bind_schema_tool
 from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams, WarmSummary
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.integrations import (
-    LOAD_SETTINGS,
     SAMPLING_SETTINGS,
     AnswerRequest,
     EngineHandle,
     EngineSettings,
     RequestHandle,
-    ResponseFormat,
     ResponseReader,
     warm_passages,
-    warn_caller,
     warn_unused,
 )
 from qcfuse_rag.prompts.special_tokens import RenderedText
-
-SERVICE_SETTINGS = ("api_key", "base_url", "timeout", "max_retries", "streaming")
-CALL_SETTINGS = (
-    "max_tokens",
-    "temperature",
-    *SAMPLING_SETTINGS,
-    "seed",
-    "stop",
-    "fidelity",
-    "chat_template_kwargs",
-    "logprobs",
-    "top_logprobs",
-    "documents",
-    "tools",
-    "tool_choice",
-    "response_format",
-    "stream",  # read by LangChain itself
-)
-ANSWER_SETTINGS = (
-    "model_name",
-    *LOAD_SETTINGS,
-    "max_tokens",
-    "temperature",
-    *SAMPLING_SETTINGS,
-    "seed",
-    "stop",
-    "fidelity",
-    "logprobs",
-    "top_logprobs",
-)
 
 
 class ChatQCFuse(EngineSettings, BaseChatModel):
@@ -87,6 +61,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
     """
 
     model_config = ConfigDict(populate_by_name=True, extra="forbid")
+    _of_no_service = model_validator(mode="before")(without_service_settings)
 
     MODEL: ClassVar[str] = "model_name"
     HANDLE: ClassVar[str] = "served"
@@ -101,18 +76,6 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         repr=False,
         description="The engine; LangChain passes it to configured copies.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_service_settings(cls, values: Any) -> Any:
-        """Drop settings that LangChain's chat models use to reach a service, with a warning."""
-        if not isinstance(values, dict):
-            return values
-        values = {name: value for name, value in values.items() if value is not None or name not in CALL_SETTINGS}
-        ignored = [name for name in SERVICE_SETTINGS if values.get(name) is not None]
-        if ignored:
-            warn_caller(f"{' and '.join(ignored)}: no effect on a model in this process")
-        return {name: value for name, value in values.items() if name not in SERVICE_SETTINGS}
 
     @property
     def _llm_type(self) -> str:
@@ -300,12 +263,12 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         stop_strings = stop or self.stop or ()
         response_format = response_format_of(kwargs)
         sampling = SamplingParams(
-            max_new_tokens=_or_default(kwargs.get("max_tokens"), self.max_tokens),
-            temperature=_or_default(kwargs.get("temperature"), self.temperature),
-            **{name: _or_default(kwargs.get(name), getattr(self, name)) for name in SAMPLING_SETTINGS},
+            max_new_tokens=or_default(kwargs.get("max_tokens"), self.max_tokens),
+            temperature=or_default(kwargs.get("temperature"), self.temperature),
+            **{name: or_default(kwargs.get(name), getattr(self, name)) for name in SAMPLING_SETTINGS},
             stop=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
-            seed=_or_default(kwargs.get("seed"), self.seed),
-            fidelity=_or_default(kwargs.get("fidelity"), self.fidelity),
+            seed=or_default(kwargs.get("seed"), self.seed),
+            fidelity=or_default(kwargs.get("fidelity"), self.fidelity),
             logprobs=self.top_count(kwargs),
         )
         if not messages:
@@ -347,13 +310,3 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
             "fusion": generation.report.to_dict(),
             "verified_upto": generation.verified_upto,
         }
-
-
-def response_format_of(kwargs: dict[str, Any]) -> ResponseFormat:
-    """Return the response format that a call's keyword arguments ask for."""
-    return ResponseFormat(kwargs.get("tools") or (), kwargs.get("tool_choice"), kwargs.get("response_format"))
-
-
-def _or_default(value: Any, default: Any) -> Any:
-    """Return a call's setting; None, which configurations often hold, means the default."""
-    return default if value is None else value
