@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -74,25 +74,12 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def fingerprint_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ropes: tuple[LayerRope, ...]
-) -> Fingerprint:
-    """Hash a loaded model. Reads every weight once, in about 0.1 s per GB of memory.
+def hash_weights(model: PreTrainedModel) -> str:
+    """Hash the weights of a loaded model. Reads every weight once, in about 0.1 s per GB of memory.
 
-    The weights in memory count, not the file names: a fine-tune under an old name, a merged adapter or another
-    quantisation is another model.
+    Raises:
+        UnsupportedModel: if the numbers of a weight cannot be read.
     """
-    return Fingerprint(
-        weights=_hash_weights(model),
-        config=digest(_config_json(model.config.get_text_config().to_dict())),
-        tokenizer=digest(tokenizer.backend_tokenizer.to_str().encode()),
-        rope=_hash_ropes(ropes),
-        dtype=str(model.dtype).removeprefix("torch."),
-        weight_format=weight_format(model),
-    )
-
-
-def _hash_weights(model: PreTrainedModel) -> str:
     # xxHash is ten times as fast as a cryptographic hash, and the user's own weights need no protection.
     state = xxhash.xxh3_128()
     weights = (part for name, tensor in _state(model) for part in _plain_parts(name, tensor))
@@ -105,6 +92,33 @@ def _hash_weights(model: PreTrainedModel) -> str:
                 f"{name} is a {type(tensor).__name__}, whose numbers cannot be read to tell the model from others"
             ) from error
     return state.hexdigest()
+
+
+def fingerprint_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ropes: tuple[LayerRope, ...],
+    weights_hash: Callable[[PreTrainedModel], str] = hash_weights,
+) -> Fingerprint:
+    """Hash a loaded model.
+
+    The weights in memory count, not the file names: a fine-tune under an old name, a merged adapter or another
+    quantisation is another model.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        ropes: the measured rotation of each layer.
+        weights_hash: returns what `hash_weights` returns.
+    """
+    return Fingerprint(
+        weights=weights_hash(model),
+        config=digest(_config_json(model.config.get_text_config().to_dict())),
+        tokenizer=digest(tokenizer.backend_tokenizer.to_str().encode()),
+        rope=_hash_ropes(ropes),
+        dtype=str(model.dtype).removeprefix("torch."),
+        weight_format=weight_format(model),
+    )
 
 
 def _state(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

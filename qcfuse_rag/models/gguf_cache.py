@@ -29,6 +29,7 @@ from huggingface_hub import cached_assets_path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.quantizers.auto import AutoQuantizationConfig
 
+from qcfuse_rag.models.kept_hash import FileState, hash_once
 from qcfuse_rag.models.packed_checkpoint import TENSORS_FILE, packed_bytes, save_packed
 from qcfuse_rag.models.weight_formats import weight_format
 
@@ -66,16 +67,14 @@ class GgufConversion:
     def locate(cls, gguf: Path, dtype: torch.dtype | str, weights: str) -> GgufConversion | None:
         """Return where the conversion of a file lies; None if conversions are off or the file cannot be read.
 
-        Reads the whole file once, in about 0.1 s per GB if the system has it in memory.
+        Reads the whole file the first time, in about 0.1 s per GB if the system has it in memory; see `kept_hash`.
         """
         if os.environ.get(SWITCH) == "0":
             return None
-        state = xxhash.xxh3_128(f"{dtype} {weights} {transformers.__version__} ".encode())
+        settings = f"{dtype} {weights} {transformers.__version__} "
         try:
-            with gguf.open("rb") as file:
-                while block := file.read(BLOCK_BYTES):
-                    state.update(block)
-            return cls(gguf, cached_assets_path("qcfuse-rag", "gguf", state.hexdigest()))
+            name = hash_once(FileState.read(gguf), {"bytes": settings}, lambda: _hash_file(gguf, settings))
+            return cls(gguf, cached_assets_path("qcfuse-rag", "gguf", name))
         except (OSError, ValueError) as error:  # huggingface_hub raises ValueError for a file in the folder's place
             LOG.info("no conversion of %s is kept: %s", gguf.name, error)
             return None
@@ -124,6 +123,14 @@ class GgufConversion:
         with suppress(OSError):
             (self.folder / SOURCE_FILE).unlink()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _hash_file(path: Path, settings: str) -> str:
+    state = xxhash.xxh3_128(settings.encode())
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            state.update(block)
+    return state.hexdigest()
 
 
 def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

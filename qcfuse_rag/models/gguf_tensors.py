@@ -7,8 +7,9 @@ twice. The file is read, not mapped: mapped pages would stay in memory beside th
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class GgufTensor:
         """
         import gguf
 
+        return_freed_memory()  # of the tensors before
         stored, mapped = self._stored, self._stored.data
         weights = np.empty(tuple(reversed(stored.shape.tolist())), np.float32)
         rows, row_bytes = weights.reshape(-1, weights.shape[-1]), mapped.shape[-1] * mapped.itemsize
@@ -97,8 +99,17 @@ def _tensors(
     def process(**tensor: Any) -> Any:
         return processor.process(tensor_key_mapping=names, parsed_parameters={"tensors": {}}, **tensor)
 
-    return {
+    tensors = {
         names[stored.name]: GgufTensor(file, stored, process, dtype)
         for stored in reader.tensors
         if stored.name in names
     }
+    if hasattr(gguf.GGUFReader, "cache_clear"):  # by `cached_gguf_header`; the vocabulary takes hundreds of megabytes
+        gguf.GGUFReader.cache_clear()
+    return tensors
+
+
+def return_freed_memory() -> None:
+    """Give freed memory back to the system; glibc keeps that of all but the largest weights for later allocations."""
+    with suppress(OSError, AttributeError, TypeError):  # other C libraries
+        ctypes.CDLL(None).malloc_trim(0)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,13 +23,21 @@ from transformers import (
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 from qcfuse_rag.models.cpu_dtype import chosen_cpu_dtype
+from qcfuse_rag.models.fingerprint import hash_weights
 from qcfuse_rag.models.gguf_cache import CONVERTED_TOKENIZER, GgufConversion, cached_gguf_header
-from qcfuse_rag.models.gguf_tensors import read_one_at_a_time
+from qcfuse_rag.models.gguf_tensors import read_one_at_a_time, return_freed_memory
 from qcfuse_rag.models.hub import fetch_options, unreachable_reason
+from qcfuse_rag.models.kept_hash import FileState, hash_once, snapshot_folder
 from qcfuse_rag.models.packed_checkpoint import load_packed
 from qcfuse_rag.models.rounded_load import rounding_while_loading
 from qcfuse_rag.models.source import model_source
-from qcfuse_rag.models.weight_formats import HeldFormat, choose_weight_format, refuse_other_weights, round_weights
+from qcfuse_rag.models.weight_formats import (
+    HeldFormat,
+    choose_weight_format,
+    refuse_other_weights,
+    round_weights,
+    weight_format,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -59,6 +68,47 @@ def load_pretrained(
         QCFuseError: if the device does not exist, or does not compute with such weights.
         ValueError: if there is no such dtype or format of weights.
     """
+    loaded = load_model(name, device=device, dtype=dtype, weights=weights)
+    return loaded.model, loaded.tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model as `load_pretrained` returns it, and the state of the files its weights were read from.
+
+    Attributes:
+        model: the model.
+        tokenizer: its tokenizer.
+        files: their state before they were read; None if it is not known.
+        asked_dtype: the dtype it was loaded with, or `auto`.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    files: FileState | None
+    asked_dtype: str
+
+    def hash_weights(self, model: PreTrainedModel) -> str:
+        """Return the hash of the weights, which must be as loaded; from an earlier start if it is kept for the files.
+
+        Of weights that are quantised while they are loaded, the hash is not kept: others do that.
+        """
+        if getattr(model, "hf_quantizer", None) is not None:
+            return hash_weights(model)
+        settings = {
+            "architecture": type(model).__name__,
+            "dtype": f"{model.dtype}, asked for {self.asked_dtype}",
+            "weights": weight_format(model),
+            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+            "code": str(max(path.stat().st_mtime_ns for path in Path(__file__).parent.glob("*.py"))),
+        }
+        return hash_once(self.files, settings, lambda: hash_weights(model))
+
+
+def load_model(
+    name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "model"
+) -> LoadedModel:
+    """Load a model as `load_pretrained` does, by the same arguments."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(device)
     format_here = choose_weight_format(weights, device)
@@ -66,14 +116,24 @@ def load_pretrained(
     source, options = model_source(name)
     gguf = Path(source) / options["gguf_file"] if options else None
     conversion = gguf and GgufConversion.locate(gguf, torch_dtype, format_here)
-    loaded = _load_conversion(conversion, torch_dtype, format_here) if conversion and conversion.exists else None
+    existed = conversion is not None and conversion.exists
+    files = _weight_files(source, gguf, conversion if existed else None)
+    loaded = _load_conversion(conversion, torch_dtype, format_here) if conversion and existed else None
     model, tokenizer = loaded or _load_in_format(name, torch_dtype, format_here, optional=weights == "auto")
     if conversion and not loaded:
         conversion.save(model, tokenizer)
     try:
-        return model.to(device).eval(), tokenizer
+        model = model.to(device).eval()
     except ValueError as error:  # packed weights that stay on the device that packed them
         raise UnsupportedModel(f"{name!r} cannot be moved to {device}: {_first_line(error)}") from error
+    return LoadedModel(model, tokenizer, None if existed and not loaded else files, str(torch_dtype))
+
+
+def _weight_files(source: str, gguf: Path | None, conversion: GgufConversion | None) -> FileState | None:
+    """Return the state of the files that a model's weights will be read from; None if they are not here yet."""
+    folder = Path(source) if Path(source).is_dir() else snapshot_folder(source)
+    place = conversion.folder if conversion else gguf or folder
+    return None if place is None else FileState.read(place)
 
 
 def _load_in_format(
@@ -98,7 +158,7 @@ def _load_in_format(
             raise
         LOG.info("weights stay as they are: %s", error)
         return _load_source(name, dtype)
-    _return_freed_memory()
+    return_freed_memory()
     return model, tokenizer
 
 
@@ -181,12 +241,6 @@ def _load_conversion(
         conversion.discard()
         return None
     return model, tokenizer
-
-
-def _return_freed_memory() -> None:
-    """Give freed memory back to the system; glibc keeps that of all but the largest weights for later allocations."""
-    with suppress(OSError, AttributeError, TypeError):  # other C libraries
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _default_dtype(device: str, weights: HeldFormat) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,8 +17,8 @@ from qcfuse_rag.models.compatibility import (
     refuse_unsupported,
     stock_attention_name,
 )
-from qcfuse_rag.models.fingerprint import Fingerprint, fingerprint_model
-from qcfuse_rag.models.load import load_pretrained
+from qcfuse_rag.models.fingerprint import Fingerprint, fingerprint_model, hash_weights
+from qcfuse_rag.models.load import load_model
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.models.rope_probe import measure_rope
 from qcfuse_rag.models.window_probe import measure_windows
@@ -89,15 +90,28 @@ class LanguageModel:
         cls, name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "model"
     ) -> LanguageModel:
         """Load a model by id, folder or GGUF file; see `load_pretrained` for arguments and errors."""
-        model, tokenizer = load_pretrained(name, device=device, dtype=dtype, weights=weights)
-        return cls.wrap(model, tokenizer, name=name)
+        loaded = load_model(name, device=device, dtype=dtype, weights=weights)
+        return cls.wrap(loaded.model, loaded.tokenizer, name=name, weights_hash=loaded.hash_weights)
 
     @classmethod
-    def wrap(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str = "") -> LanguageModel:
+    def wrap(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str = "",
+        weights_hash: Callable[[PreTrainedModel], str] = hash_weights,
+    ) -> LanguageModel:
         """Prepare a loaded model.
 
         This switches the model's attention to `qcfuse`. Outside fused passes it gives the same results as before, so
         the model stays usable for anything else. Later changes of its weights are not noticed: wrap it again then.
+
+        Args:
+            model: the model.
+            tokenizer: its tokenizer.
+            name: a name for reports.
+            weights_hash: returns what `hash_weights` returns, such as from an earlier start.
 
         Raises:
             UnsupportedModel: if reuse would be wrong for the model; the error names the property.
@@ -116,7 +130,7 @@ class LanguageModel:
             shapes=shapes,
             sliding=sliding,
             window=window,
-            fingerprint=fingerprint_model(model, tokenizer, ropes),
+            fingerprint=fingerprint_model(model, tokenizer, ropes, weights_hash),
             stock_attention=stock_attention_name(model),
             critical_layers=default_critical_layers(len(shapes)),
         )

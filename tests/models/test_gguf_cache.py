@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qcfuse_rag.errors import ModelNotFound
-from qcfuse_rag.models import gguf_cache
+from qcfuse_rag.models import gguf_cache, gguf_tensors, kept_hash, load
 from qcfuse_rag.models.gguf_cache import CACHED_GGUF_FUNCTIONS, SWITCH, cached_gguf_header
 from qcfuse_rag.models.load import load_pretrained
 from qcfuse_rag.models.packed_checkpoint import TENSORS_FILE
@@ -32,8 +32,10 @@ OWN = {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS}
 
 @pytest.fixture(autouse=True)
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of conversions, which is this test's own."""
-    monkeypatch.setattr(gguf_cache, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    """Return the folder of conversions, which is this test's own, as are kept hashes; files settle at once."""
+    for module in (gguf_cache, kept_hash):
+        monkeypatch.setattr(module, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    monkeypatch.setattr(kept_hash, "SETTLED_S", 0.0)
     return tmp_path / "assets" / "qcfuse-rag" / "gguf"
 
 
@@ -138,6 +140,28 @@ def test_a_later_start_reads_the_conversion_alone(file: Path, read: list[str], w
     assert second.tokenizer.chat_template == first.tokenizer.chat_template
 
 
+@pytest.mark.parametrize("weights", ["model", "int8"])
+def test_from_the_third_start_on_neither_the_file_nor_the_weights_are_hashed(
+    file: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    first = LanguageModel.load(str(file), device="cpu", weights=weights)
+    assert LanguageModel.load(str(file), device="cpu", weights=weights).fingerprint == first.fingerprint
+    monkeypatch.setattr(gguf_cache, "_hash_file", None)
+    monkeypatch.setattr(load, "hash_weights", None)
+    assert LanguageModel.load(str(file), device="cpu", weights=weights).fingerprint == first.fingerprint
+
+
+def test_a_changed_conversion_is_hashed_again(file: Path, assets: Path) -> None:
+    for _ in range(2):
+        first = LanguageModel.load(str(file), device="cpu")
+    (path,) = assets.glob("*/model.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0x40
+    path.write_bytes(data)
+    changed = LanguageModel.load(str(file), device="cpu")
+    assert first.fingerprint.differences(changed.fingerprint.fields()) == ["weights"]
+
+
 def test_each_dtype_has_its_own_conversion(file: Path, assets: Path, read: list[str]) -> None:
     for dtype in ("float32", "bfloat16", "float32", "bfloat16"):
         loaded, _ = load_pretrained(str(file), device="cpu", dtype=dtype)
@@ -152,6 +176,17 @@ def test_int8_is_kept_in_int8_and_is_never_taken_for_another_format(file: Path, 
     assert len(read) == len(list(assets.iterdir())) == 2
     sizes = [sum(path.stat().st_size for path in folder.glob("*.safetensors")) for folder in assets.iterdir()]
     assert min(sizes) < 0.4 * max(sizes)
+
+
+def test_memory_is_given_back_at_each_tensor_when_the_header_is_forgotten(
+    file: Path, model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers: list[int] = []
+    monkeypatch.setattr(
+        gguf_tensors, "return_freed_memory", lambda: headers.append(gguf.GGUFReader.cache_info().currsize)
+    )
+    load_pretrained(str(file), device="cpu", weights="int8")
+    assert headers == [0] * len(list(model.parameters()))
 
 
 def test_a_changed_file_is_another_model_even_with_the_old_times(file: Path, read: list[str]) -> None:

@@ -1,0 +1,182 @@
+"""Files that were hashed are not read again for their hash, until anything about them differs."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import cached_assets_path
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from qcfuse_rag import LanguageModel
+from qcfuse_rag.models import kept_hash, load
+from qcfuse_rag.models.fingerprint import hash_weights
+from qcfuse_rag.models.kept_hash import FileState, hash_once, snapshot_folder
+from tests.support.families import build_model
+
+HASHES = ("0" * 32, "1" * 32)
+
+
+@pytest.fixture(autouse=True)
+def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of kept hashes, which is this test's own; files count as settled at once."""
+    monkeypatch.setattr(kept_hash, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    monkeypatch.setattr(kept_hash, "SETTLED_S", 0.0)
+    return tmp_path / "assets" / "qcfuse-rag" / "hashes"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Return the folder of a saved model."""
+    build_model("llama").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the hashes of loaded weights that are computed, as they are."""
+    computed: list[str] = []
+
+    def count(model: PreTrainedModel) -> str:
+        computed.append(hash_weights(model))
+        return computed[-1]
+
+    monkeypatch.setattr(load, "hash_weights", count)
+    return computed
+
+
+def test_a_later_start_does_not_hash_the_weights(
+    folder: Path, hashed: list[str], tokenizer: PreTrainedTokenizerFast, assets: Path
+) -> None:
+    loaded = [LanguageModel.load(str(folder), device="cpu").fingerprint for _ in range(3)]
+    assert len(hashed) == 1
+    wrapped = LanguageModel.wrap(build_model("llama"), tokenizer).fingerprint
+    assert {each.weights for each in loaded} == {wrapped.weights}
+    (file,) = assets.rglob("*.json")
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("times", ["new times", "old times"])
+def test_changed_weights_are_hashed_again(folder: Path, hashed: list[str], times: str) -> None:
+    before = LanguageModel.load(str(folder), device="cpu").fingerprint
+    file = folder / "model.safetensors"
+    stat, weights = file.stat(), load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"] + 1e-3
+    save_file(weights, folder / "other", metadata={"format": "pt"})
+    file.write_bytes((folder / "other").read_bytes())  # the same inode
+    (folder / "other").unlink()
+    if times == "old times":
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_ino) == (stat.st_size, stat.st_ino)
+    after = LanguageModel.load(str(folder), device="cpu").fingerprint
+    assert before.differences(after.fields()) == ["weights"]
+    assert len(hashed) == 2
+
+
+def test_each_dtype_and_format_of_weights_has_its_own_hash(folder: Path, hashed: list[str]) -> None:
+    for _ in range(2):
+        for dtype, weights in (("float32", "model"), ("bfloat16", "model"), ("float32", "int8")):
+            LanguageModel.load(str(folder), device="cpu", dtype=dtype, weights=weights)
+    assert len(hashed) == len(set(hashed)) == 3
+
+
+def test_weights_that_are_quantised_while_they_are_loaded_are_always_hashed(folder: Path, hashed: list[str]) -> None:
+    loaded = load.load_model(str(folder), device="cpu")
+    loaded.model.hf_quantizer = object()  # type: ignore[assignment]  # as bitsandbytes' has
+    assert loaded.hash_weights(loaded.model) == loaded.hash_weights(loaded.model)
+    assert len(hashed) == 2
+
+
+def test_other_code_or_versions_hash_anew(folder: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    LanguageModel.load(str(folder), device="cpu")
+    monkeypatch.setattr(load.transformers, "__version__", "5.99")
+    LanguageModel.load(str(folder), device="cpu")
+    assert len(hashed) == 2
+
+
+def test_a_wrapped_model_is_always_hashed(folder: Path, hashed: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
+    lm = LanguageModel.load(str(folder), device="cpu")
+    with torch.no_grad():
+        lm.model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    assert lm.fingerprint.differences(LanguageModel.wrap(lm.model, tokenizer).fingerprint.fields()) == ["weights"]
+
+
+def test_a_file_that_was_just_changed_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"1")
+    monkeypatch.setattr(kept_hash, "SETTLED_S", 60.0)
+    state = FileState.read(file)
+    assert [hash_once(state, {}, lambda value=value: value) for value in HASHES] == list(HASHES)  # type: ignore[misc]
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_not_kept(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"1")
+
+    def change() -> str:
+        file.write_bytes(b"22")
+        return HASHES[0]
+
+    state = FileState.read(file)
+    assert hash_once(state, {}, change) == HASHES[0]
+    assert hash_once(state, {}, lambda: HASHES[1]) == HASHES[1]
+    assert hash_once(FileState.read(file), {}, lambda: HASHES[1]) == HASHES[1]
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b"\xff\xfe", b'{"hash": 3}', None])
+def test_a_kept_hash_that_cannot_be_read_is_made_again(tmp_path: Path, assets: Path, damage: bytes | None) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"1")
+    state = FileState.read(file)
+    assert hash_once(state, {"of": "a"}, lambda: HASHES[0]) == HASHES[0]
+    assert hash_once(state, {"of": "b"}, lambda: HASHES[1]) == HASHES[1]
+    one, other = sorted(assets.rglob("*.json"), key=lambda path: path.read_text())
+    one.write_bytes(other.read_bytes() if damage is None else damage)
+    assert hash_once(state, {"of": "a"}, lambda: HASHES[1]) == HASHES[1]
+    assert hash_once(state, {"of": "a"}, lambda: HASHES[0]) == HASHES[1]
+
+
+def test_a_file_in_place_of_the_folder_keeps_nothing(tmp_path: Path, assets: Path) -> None:
+    assets.parent.mkdir(parents=True)
+    assets.write_text("not a folder")
+    assert [hash_once(FileState.read(tmp_path), {}, lambda value=value: value) for value in HASHES] == list(HASHES)  # type: ignore[misc]
+
+
+def test_the_state_of_a_folder_is_that_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    (tmp_path / "inner").mkdir()
+    state = FileState.read(tmp_path)
+    assert state is not None
+    assert [Path(file[0]).name for file in state.files] == ["a"]
+    (tmp_path / "b").write_bytes(b"1")
+    assert not state.is_current()
+    assert FileState.read(tmp_path / "missing") is None
+
+
+def test_a_folder_whose_index_names_weights_elsewhere_has_no_state(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
+    assert FileState.read(tmp_path) is not None
+    index.write_text('{"weight_map": {"x": "parts/model.safetensors"}}')
+    assert FileState.read(tmp_path) is None
+
+
+def test_the_files_of_an_id_are_those_of_its_snapshot(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(
+        kept_hash, "try_to_load_from_cache", partial(kept_hash.try_to_load_from_cache, cache_dir=tmp_path / "hub")
+    )
+    assert snapshot_folder("some/model") == snapshot
+    assert snapshot_folder("some/other") is None
+    assert snapshot_folder("no/id/at all") is None
