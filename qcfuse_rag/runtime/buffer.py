@@ -1,8 +1,8 @@
 """The keys and values of one request: preallocated tensors, the pool they come from, and the cache that writes to them.
 
 On a CPU, the first write to fresh memory waits for the system to find each page. That takes as long as copying the
-stored caches, so a `BufferPool` hands the memory of finished requests to new ones. On a GPU torch's allocator already
-does so.
+stored caches, so a `BufferPool` hands the memory of finished requests to new ones. On other devices torch's allocator
+does so, if it is asked for few different sizes.
 """
 
 from __future__ import annotations
@@ -64,10 +64,17 @@ class KVBuffer:
         batch: int = 1,
         pool: BufferPool | None = None,
     ) -> KVBuffer:
-        """Allocate a buffer for `batch` sequences of `capacity` tokens; on a CPU from the pool, if there is one."""
+        """Allocate a buffer for `batch` sequences of `capacity` tokens.
+
+        On a CPU it comes from the pool, if there is one. On other devices its memory is of rounded size, so that
+        requests of nearly the same length take the same blocks of torch's cache. Each tensor has a block of its own: a
+        free block of all layers would be cut for any smaller tensor, and no request could take it then.
+        """
         sizes = [(batch, shape.kv_heads, capacity, dim) for shape in shapes for dim in (shape.key_dim, shape.value_dim)]
-        if pool is None or device.type != "cpu":
-            tensors = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+        if device.type != "cpu":
+            tensors = [_empty_in_block(size, dtype, device) for size in sizes]
+        elif pool is None:
+            tensors = [torch.empty(size, dtype=dtype) for size in sizes]
         else:
             lengths = [math.prod(size) for size in sizes]
             parts = torch.split(pool.allocate(sum(lengths) * dtype.itemsize).view(dtype), lengths)
@@ -190,6 +197,13 @@ class BufferPool:
                 self._spare.popleft()
             except IndexError:
                 return
+
+
+def _empty_in_block(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a contiguous tensor with undefined content at the start of a block of rounded size."""
+    length = math.prod(size)
+    block = torch.empty(_block_size(length * dtype.itemsize) // dtype.itemsize, dtype=dtype, device=device)
+    return block[:length].view(size)
 
 
 def _block_size(nbytes: int) -> int:

@@ -117,6 +117,25 @@ def test_a_pooled_buffer_has_the_usual_layout(dtype: torch.dtype) -> None:
     assert [float(tensor.float().mean()) for tensor in (*pooled.keys, *pooled.values)] == [0, 1, 2, 3]
 
 
+def test_a_longer_request_takes_the_blocks_of_a_shorter_one_on_a_gpu() -> None:
+    """In the sizes of Qwen3-8B; torch's allocator gives a freed block to the next tensor of its size."""
+    shapes, device = (KVShape(8, 128, 128),) * 36, torch.device("meta")
+
+    def tensors(tokens: int) -> list[torch.Tensor]:
+        buffer = KVBuffer.allocate(shapes, tokens, dtype=torch.bfloat16, device=device, pool=BufferPool())
+        assert buffer.capacity == tokens
+        return [*buffer.keys, *buffer.values]
+
+    def blocks(tokens: int) -> list[int]:
+        return [tensor.untyped_storage().nbytes() for tensor in tensors(tokens)]
+
+    assert blocks(10_804) == blocks(10_304)
+    assert len({tuple(blocks(tokens)) for tokens in range(8_192, 16_384, 64)}) <= 9
+    for tokens in (1, 17, 500, 10_304, 32_769):
+        assert all(tensor.is_contiguous() and tensor.shape == (1, 8, tokens, 128) for tensor in tensors(tokens))
+        assert all(size <= 1.125 * 8 * tokens * 128 * 2 + ALIGNMENT for size in blocks(tokens))
+
+
 @pytest.mark.parametrize("name", ["full", "qcfuse", "prophetkv", "cacheblend"])
 def test_answers_in_reused_memory_are_identical(name: str, engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(FRAMED,))
