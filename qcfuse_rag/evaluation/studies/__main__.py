@@ -29,6 +29,7 @@ STUDIES = {
     "overhead": "Measure the share of CPU time outside matrix products and attention.",
     "probe-layers": "Compare the layers that the probe of `auto` may look at.",
     "quantization": "Compare caches in int8 and fp8 with those in the model's own dtype.",
+    "trace": "Count what recorded chat requests would reuse.",
     "variants": "Compare `auto` with variants of its parts.",
     "weights": "Compare int8 weights with the model's own: seconds, bytes, divergence.",
 }
