@@ -11,7 +11,8 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -28,6 +29,9 @@ They are printable, so a template that prints a list or a dictionary prints them
 ESCAPED_CHARACTER = re.compile(r"(?=(\\u[0-9a-fA-F]{4}\\u[0-9a-fA-F]{4}))")
 """Matches before characters above U+FFFF as JSON escapes, overlapping ones too."""
 
+TOKENIZER_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+"""Parts of a tokenizer beside its vocabulary and its added tokens."""
+
 INDENT = 4
 """Spaces by which some chat templates indent each level of a tool; they write one line for each leaf."""
 
@@ -38,18 +42,23 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def tokenizer_copy(tokenizer: PreTrainedTokenizerBase, *, split_special: bool) -> Tokenizer:
-    """Return a copy of a tokenizer without truncation and padding.
+    """Return a copy of a tokenizer without truncation and padding, which shares the vocabulary.
 
     Whether special tokens are recognised in text is a setting of the tokenizer, which threads share; so each setting
-    has its copy.
+    has its copy. Copying the vocabulary as well would take half a second for 150,000 tokens.
 
     Args:
         tokenizer: the tokenizer.
         split_special: whether text that is spelt like a special token is plain text.
     """
-    core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    core.no_truncation()
-    core.no_padding()
+    original = tokenizer.backend_tokenizer
+    core = Tokenizer(original.model)
+    for part in TOKENIZER_PARTS:
+        if getattr(original, part) is not None:
+            setattr(core, part, getattr(original, part))
+    added = [token for _, token in sorted(original.get_added_tokens_decoder().items())]
+    for special, tokens in groupby(added, key=attrgetter("special")):
+        (core.add_special_tokens if special else core.add_tokens)(list(tokens))
     core.encode_special_tokens = split_special
     return core
 
