@@ -40,35 +40,76 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float)
     return torch.stack(heads, dim=2)
 
 
-def test_flash_attn_gets_tokens_before_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> Tensor:
+@pytest.mark.parametrize(
+    ("module", "capability", "with_sums"),
+    [("flash_attn", (8, 9), False), ("flash_attn_interface", (9, 0), False), ("flash_attn_interface", (9, 0), True)],
+)
+def test_flash_attn_gets_tokens_before_heads(
+    monkeypatch: pytest.MonkeyPatch, module: str, capability: tuple[int, int], with_sums: bool
+) -> None:
+    calls = []
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> object:
         assert causal
         assert (q.shape, k.shape) == ((2, 9, 6, 16), (2, 9, 3, 16))
-        return grouped_attention(q, k, v, softmax_scale)
+        calls.append(module)
+        out = grouped_attention(q, k, v, softmax_scale)
+        return (out, torch.zeros(2, 6, 9)) if with_sums else out
 
-    package = ModuleType("flash_attn")
+    package = ModuleType(module)
     package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(dense, "_flash_supports", lambda device, dtype: True)
+    monkeypatch.setitem(sys.modules, module, package)
+    found = dense.flash_module(capability)
+    monkeypatch.setattr(dense, "_installed_flash", lambda device, dtype: found)
     query, key, value = operands()
     torchs = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
     assert torch.allclose(dense.causal_attention(query, key, value, 0.3), torchs, atol=1e-5)
+    assert calls == [module]
 
 
-def test_the_name_of_the_library_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_is_installed", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
+def test_flash_attn_is_not_asked_for_head_dimensions_that_it_would_have_to_pad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # importing it would raise
+    monkeypatch.setattr(dense, "_installed_flash", lambda device, dtype: "flash_attn_interface")
+    query, key, value = torch.randn(1, 2, 9, 12), torch.randn(1, 2, 9, 12), torch.randn(1, 2, 9, 12)
+    out = dense.causal_attention(query, key, value, 0.3)
+    assert torch.allclose(out, expected(query, key, value), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        ((7, 5), "torch's fused attention"),
+        ((8, 0), "flash-attn"),
+        ((8, 9), "flash-attn"),
+        ((9, 0), "flash-attn 3"),
+        ((10, 0), "torch's fused attention"),
+        ((12, 0), "torch's fused attention"),
+    ],
+)
+def test_the_library_in_use_follows_from_the_capability(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
+) -> None:
+    installed = {"flash_attn", "flash_attn_interface"}
+    monkeypatch.setattr(dense, "_is_installed", lambda module: module in installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert dense.dense_attention_name(gpu, torch.bfloat16) == "flash-attn"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert dense.dense_attention_name(gpu, torch.bfloat16) == "torch's fused attention"
+    assert dense.dense_attention_name(gpu, torch.bfloat16) == name
     assert dense.dense_attention_name(gpu, torch.float32) == "torch's fused attention"
     assert dense.dense_attention_name(cpu, torch.bfloat16) == "torch's fused attention"
+    installed.clear()
+    assert dense.dense_attention_name(gpu, torch.bfloat16) == "torch's fused attention"
 
 
-def test_a_build_that_cannot_be_imported_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_2_is_not_used_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "_is_installed", lambda module: module == "flash_attn")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert dense.dense_attention_name(torch.device("cuda", 0), torch.float16) == "torch's fused attention"
+
+
+@pytest.mark.parametrize("module", list(dense.FLASH_NAMES))
+def test_a_build_that_cannot_be_imported_counts_as_missing(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setattr(dense, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, module, None)
     dense._is_installed.cache_clear()
-    assert not dense._is_installed()
+    assert not dense._is_installed(module)
     dense._is_installed.cache_clear()

@@ -1,9 +1,10 @@
-"""Dense causal attention of full prefill, by flash-attn if it is installed, else by torch."""
+"""Dense causal attention of full prefill, by the flash-attn for the GPU if it is installed, else by torch."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_MAX_DIM = 256
-FLASH_MIN_CAPABILITY = (8, 0)
+FLASH_DIM_STEP = 8
+"""Head dimensions that flash-attn computes without padding are multiples of it."""
+FLASH_NAMES = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn 3"}
+"""Modules with a `flash_attn_func`."""
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Torch's attention backends on a GPU, without cuDNN.
 
@@ -24,11 +28,21 @@ B200 cuDNN also gave wrong results (pytorch#193893).
 """
 
 
+def flash_module(capability: tuple[int, int]) -> str | None:
+    """Return the module of the flash-attn that is faster than torch, or as fast, on GPUs of a compute capability.
+
+    Version 2 reaches 329 TFLOP/s on Hopper and version 3 631 (pytorch#142132). Version 3 exists for Hopper alone. Torch
+    has the kernels of version 2, so that package is no gain on Hopper; its builds for newer GPUs are not known here.
+    """
+    if capability == (9, 0):
+        return "flash_attn_interface"
+    return "flash_attn" if (8, 0) <= capability < (9, 0) else None
+
+
 def dense_attention_name(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the attention that full prefill uses on a device: flash-attn, or torch's own."""
-    if _flash_supports(device, dtype):
-        return "flash-attn"
-    return "torch's fused attention"
+    """Return the name of the attention that full prefill uses on a device: a flash-attn, or torch's own."""
+    module = _installed_flash(device, dtype)
+    return "torch's fused attention" if module is None else FLASH_NAMES[module]
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -43,12 +57,11 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) 
     Returns:
         `[B, Hq, R, Dv]`.
     """
-    dims = (query.shape[-1], value.shape[-1])
-    if _flash_supports(query.device, query.dtype) and dims[0] == dims[1] <= FLASH_MAX_DIM:
-        from flash_attn import flash_attn_func
-
+    dim, module = query.shape[-1], _installed_flash(query.device, query.dtype)
+    if module is not None and value.shape[-1] == dim <= FLASH_MAX_DIM and dim % FLASH_DIM_STEP == 0:
         by_token = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        out: Tensor = flash_attn_func(*by_token, softmax_scale=scaling, causal=True)
+        found = import_module(module).flash_attn_func(*by_token, softmax_scale=scaling, causal=True)
+        out: Tensor = found[0] if isinstance(found, tuple) else found  # older builds of version 3 add the log sums
         return out.transpose(1, 2)
     grouped = query.shape[1] != key.shape[1]
     return torch_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
@@ -65,19 +78,21 @@ def chosen_backends(device: torch.device) -> AbstractContextManager[object]:
     return sdpa_kernel(BACKENDS) if device.type == "cuda" else nullcontext()
 
 
-def _flash_supports(device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type != "cuda" or dtype not in FLASH_DTYPES or not _is_installed():
-        return False
-    return torch.cuda.get_device_capability(device) >= FLASH_MIN_CAPABILITY
+def _installed_flash(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return the module of the flash-attn to use on a device, if it is installed."""
+    if device.type != "cuda" or dtype not in FLASH_DTYPES:
+        return None
+    module = flash_module(torch.cuda.get_device_capability(device))
+    return module if module is not None and _is_installed(module) else None
 
 
 @cache
-def _is_installed() -> bool:
-    """Return whether flash-attn can be imported; a build for another torch or CUDA cannot."""
-    if find_spec("flash_attn") is None:
+def _is_installed(module: str) -> bool:
+    """Return whether a flash-attn can be imported; a build for another torch or CUDA cannot."""
+    if find_spec(module) is None:
         return False
     try:
-        import flash_attn  # noqa: F401
+        import_module(module)
     except Exception:  # a build for another torch or CUDA can raise any error
         return False
     return True
