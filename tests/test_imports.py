@@ -39,6 +39,34 @@ def test_looking_after_a_store_does_not_wait_for_models_to_be_imported(command: 
     assert loaded & {"transformers", "sentence_transformers"} == set()
 
 
+ASK = """
+import gc, sys
+from qcfuse_rag.cli.app import main
+sys.argv[1:] = ["ask", "Who?", "--store", {folder!r}]
+count = lambda: sum(each["collections"] for each in gc.get_stats())
+before = count()
+try: main()
+except SystemExit as end: assert end.code == 1
+print(count() - before, gc.isenabled(), gc.get_freeze_count())
+"""
+
+
+def test_a_question_waits_neither_for_training_packages_nor_for_garbage_collection(tmp_path: Path) -> None:
+    program = ASK.format(folder=str(tmp_path))  # a folder without passages: an error behind the imports
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}print(' '.join(sys.modules))"], capture_output=True, text=True, check=True
+    )
+    *_, counts, names = done.stdout.splitlines()
+    loaded = {name.split(".")[0] for name in names.split()}
+    assert "transformers" in loaded
+    assert loaded & {"sklearn", "pandas", "sentence_transformers", "gguf", "matplotlib", "ray", "fastapi"} == set()
+    collections, enabled, frozen = counts.split()
+    assert int(collections) < 50, "the imports make a thousand"
+    assert enabled == "True"
+    assert int(frozen) > 100_000
+    assert "nanobind" not in done.stderr
+
+
 def test_every_public_name_exists_and_is_listed_once() -> None:
     assert all(getattr(qcfuse_rag, name) is not None for name in qcfuse_rag.__all__)
     assert len(set(qcfuse_rag.__all__)) == len(qcfuse_rag.__all__)

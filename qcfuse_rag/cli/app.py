@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -242,7 +243,10 @@ def models_check(
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Import without garbage collection, which would go through the objects of all modules again and again."""
+    """Import without garbage collection, which would go through the objects of all modules again and again.
+
+    Later collections leave them out, until the process ends.
+    """
     if "torch" in sys.modules:  # a program that imports models calls the command
         yield
         return
@@ -250,6 +254,8 @@ def _without_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # packages made with nanobind report what is left then
         gc.enable()
 
 
