@@ -82,7 +82,7 @@ def hash_weights(model: PreTrainedModel) -> str:
     """
     # xxHash is ten times as fast as a cryptographic hash, and the user's own weights need no protection.
     state = xxhash.xxh3_128()
-    weights = (part for name, tensor in _state(model) for part in _plain_parts(name, tensor))
+    weights = (part for name, tensor in _state(model) for part in plain_parts(name, tensor))
     for name, tensor in weights:
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         try:
@@ -137,14 +137,14 @@ def _state(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         yield name, getattr(module, attribute)
 
 
-def _plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a weight; of one that consists of others, as torchao's, those."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor
         return
     parts, _ = tensor.__tensor_flatten__()
     for part in parts:
-        yield from _plain_parts(f"{name}.{part}", getattr(tensor, part))
+        yield from plain_parts(f"{name}.{part}", getattr(tensor, part))
 
 
 def _config_json(config: dict[str, Any]) -> bytes:

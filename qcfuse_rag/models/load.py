@@ -7,11 +7,11 @@ import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -99,7 +99,9 @@ class LoadedModel:
             "architecture": type(model).__name__,
             "dtype": f"{model.dtype}, asked for {self.asked_dtype}",
             "weights": weight_format(model),
-            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+            "versions": ", ".join(
+                f"{name} {_version(name)}" for name in ("qcfuse-rag", "torch", "transformers", "gguf")
+            ),
             "code": str(max(path.stat().st_mtime_ns for path in Path(__file__).parent.glob("*.py"))),
         }
         return hash_once(self.files, settings, lambda: hash_weights(model))
@@ -124,9 +126,23 @@ def load_model(
         conversion.save(model, tokenizer)
     try:
         model = model.to(device).eval()
-    except ValueError as error:  # packed weights that stay on the device that packed them
-        raise UnsupportedModel(f"{name!r} cannot be moved to {device}: {_first_line(error)}") from error
-    return LoadedModel(model, tokenizer, None if existed and not loaded else files, str(torch_dtype))
+    except (ValueError, RuntimeError, AssertionError) as error:  # packed weights that stay where they were packed
+        if getattr(model, "hf_quantizer", None) is None or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UnsupportedModel(
+            f"{name!r} has packed weights that cannot be moved to {device}: {_first_line(error)}; name the device that "
+            "they were packed for, or load a checkpoint that is not quantised"
+        ) from error
+    # A hub may have given newer files than those that were there before.
+    same = files is not None and files == _weight_files(source, gguf, conversion if existed else None)
+    return LoadedModel(model, tokenizer, files if same and existed == bool(loaded) else None, str(torch_dtype))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def _weight_files(source: str, gguf: Path | None, conversion: GgufConversion | None) -> FileState | None:

@@ -49,6 +49,11 @@ class PackedLinear(nn.Module):
         return weight
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of weights, scales and bias as they are held; a copy of the weights would take time and memory."""
+        return self.in_features * self.out_features * self.stored_dtype.itemsize + sum(x.nbytes for x in self.buffers())
+
+    @property
     def part_rows(self) -> int:
         """Output channels that are packed together; the last part may have fewer."""
         return max(1, PART_NUMBERS // self.in_features)

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.integrations.bitnet import BitLinear
 
 from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError, make_method
 from qcfuse_rag.engine.exactness_check import stock_attention
@@ -31,6 +33,7 @@ from qcfuse_rag.evaluation.speed.shapes import SHAPES, random_model
 from qcfuse_rag.evaluation.speed.tables import terminal_tables
 from qcfuse_rag.evaluation.speed.tiers import ThrottledStore
 from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.models.weight_formats import HeldFormat, round_weights
 from qcfuse_rag.runtime.costs import Costs
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.runner import ModelRunner
@@ -87,6 +90,49 @@ def test_a_step_reads_the_weights_once_and_each_requests_cache(tiny: LanguageMod
     read = sum(weight.nbytes for weight in tiny.model.parameters()) - tiny.model.get_input_embeddings().weight.nbytes
     assert step_bytes(tiny, 0) == read
     assert step_bytes(tiny, 100, 3) - step_bytes(tiny, 0) == 300 * tiny.kv_bytes_per_token
+
+
+@pytest.mark.parametrize(("weights", "size"), [("float16", 2), ("int8", 1)])
+def test_packed_weights_are_counted_as_they_are_held(tiny: LanguageModel, weights: HeldFormat, size: int) -> None:
+    operations = row_operations(tiny, 100, 200)
+    linears = [module for module in tiny.model.modules() if isinstance(module, nn.Linear)]
+    numbers = sum(linear.weight.numel() for linear in linears)
+    scales = sum(linear.out_features for linear in linears) if weights == "int8" else 0
+    norms = step_bytes(tiny, 0) - 4 * numbers
+    round_weights(tiny.model, weights)
+    assert row_operations(tiny, 100, 200) == operations
+    assert step_bytes(tiny, 0) == size * numbers + 4 * scales + norms
+    saved = {name: x.nbytes for name, x in tiny.model.state_dict().items() if "embed_tokens" not in name}
+    assert step_bytes(tiny, 0) == sum(saved.values())
+
+
+def test_weights_in_buffers_of_several_numbers_a_byte_are_counted(tiny: LanguageModel) -> None:
+    """As BitNet's four in a byte; layers of GPTQ and AWQ have buffers too."""
+    operations, read = row_operations(tiny, 100, 200), step_bytes(tiny, 0)
+    for layer in tiny.model.model.layers:
+        layer.mlp.up_proj = BitLinear(64, 96, bias=False, dtype=torch.float32)
+    assert row_operations(tiny, 100, 200) == operations
+    assert step_bytes(tiny, 0) == read - 3 * 64 * 96 * 4 + 3 * (64 * 96 // 4 + 4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_of_bitsandbytes_are_counted(tiny: LanguageModel, bits: int) -> None:
+    bnb = pytest.importorskip("bitsandbytes").nn
+    operations, read = row_operations(tiny, 100, 200), step_bytes(tiny, 0)
+    layer = tiny.model.model.layers[0]
+    if bits == 4:
+        packed = bnb.Linear4bit(64, 96, bias=False)
+    else:
+        packed = bnb.Linear8bitLt(64, 96, bias=False, has_fp16_weights=False)
+    packed.load_state_dict(layer.mlp.up_proj.state_dict())
+    layer.mlp.up_proj = packed.to("cpu")
+    described = ("weight_format", "weight.quant_state.")  # no numbers of the product
+    saved = sum(x.nbytes for name, x in packed.state_dict().items() if not name.startswith(described))
+    for _ in range(2):  # 8 bits move their scales at the first call
+        assert row_operations(tiny, 100, 200) == operations
+        assert step_bytes(tiny, 0) == read - 64 * 96 * 4 + saved
+        packed(torch.randn(1, 64))
+    assert saved < 64 * 96 * 4
 
 
 def test_peak_memory_is_what_was_held_at_once() -> None:

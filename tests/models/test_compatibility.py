@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers import (
     Gemma3nTextConfig,
     LlamaConfig,
     Mamba2Config,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -65,12 +67,26 @@ def test_a_model_over_several_devices_is_refused(by: str, tmp_path: Path) -> Non
         refuse_unsupported(model)
 
 
-def test_weights_that_cannot_be_moved_are_refused_by_name(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "raised",
+    [
+        ValueError("`.to` is not supported for `8-bit` bitsandbytes models\nand more"),
+        NotImplementedError("Int8Tensor dispatch: attempting to run unimplemented operator"),
+        AssertionError("Torch not compiled with CUDA enabled"),
+    ],
+)
+def test_packed_weights_that_cannot_be_moved_are_refused_by_name(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
     def moved(*_: object) -> None:
-        raise ValueError("`.to` is not supported for `8-bit` bitsandbytes models\nand more")
+        raise raised
 
     monkeypatch.setattr(torch.nn.Module, "to", moved)
-    with pytest.raises(UnsupportedModel, match=r"cannot be moved to cpu: `\.to` is not supported for `8-bit`"):
+    with pytest.raises(type(raised)):  # of a model that is not quantised it is another error
+        LanguageModel.load(model_folder, device="cpu")
+    monkeypatch.setattr(PreTrainedModel, "hf_quantizer", object(), raising=False)
+    line = re.escape(str(raised).splitlines()[0])
+    with pytest.raises(UnsupportedModel, match=f"packed weights that cannot be moved to cpu: {line}; name the device"):
         LanguageModel.load(model_folder, device="cpu")
 
 

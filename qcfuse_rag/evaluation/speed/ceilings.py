@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from qcfuse_rag.models.fingerprint import plain_parts
 from qcfuse_rag.models.packed_linear import PackedLinear
 from qcfuse_rag.runtime.device import finish
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -78,13 +79,13 @@ def row_operations(lm: LanguageModel, rows: float, tokens: int) -> float:
     """Count the floating-point operations of rows evenly spread over a prompt, and of one row of logits."""
     heads = int(lm.model.config.get_text_config().num_attention_heads)
     attention = sum(2 * (shape.key_dim + shape.value_dim) for shape in lm.shapes) * heads * tokens / 2
-    matrices = sum(weight.numel() for weight in _layer_weights(lm) if weight.dim() > 1)
-    return rows * (2 * matrices + attention) + 2 * _output_weight(lm).numel()
+    matrices = sum(map(_matrix_numbers, _layer_modules(lm)))
+    return rows * (2 * matrices + attention) + 2 * _matrix_numbers(lm.model.get_output_embeddings())
 
 
 def step_bytes(lm: LanguageModel, tokens: int, requests: int = 1) -> float:
     """Count the bytes that a decode step reads: the weights once, and each request's keys and values."""
-    weights = sum(weight.nbytes for weight in (*_layer_weights(lm), _output_weight(lm)))
+    weights = sum(map(_held_bytes, [*_layer_modules(lm), lm.model.get_output_embeddings()]))
     return weights + requests * tokens * lm.kv_bytes_per_token
 
 
@@ -112,14 +113,34 @@ def add_floors(result: dict[str, Any], ceilings: Ceilings, throttle: float) -> N
         row["of_floor"] = row["bytes_s"] / row["step_s"]
 
 
-def _layer_weights(lm: LanguageModel) -> list[Tensor]:
-    output = lm.model.get_output_embeddings()
-    outside = {id(module.weight) for module in (lm.model.get_input_embeddings(), output)}
-    plain = [weight for weight in lm.model.parameters() if id(weight) not in outside]
-    rounded = [module for module in lm.model.modules() if isinstance(module, PackedLinear) and module is not output]
-    return [*plain, *(tensor for module in rounded for tensor in (module.weight, *module.buffers()))]
+def _layer_modules(lm: LanguageModel) -> list[nn.Module]:
+    """Return all modules but embeddings and output layer."""
+    outside = (lm.model.get_input_embeddings(), lm.model.get_output_embeddings())
+    return [module for module in lm.model.modules() if all(module is not other for other in outside)]
 
 
-def _output_weight(lm: LanguageModel) -> Tensor:
-    weight: Tensor = lm.model.get_output_embeddings().weight
-    return weight
+def _matrix_numbers(module: nn.Module) -> int:
+    """Count the numbers of a module's own matrices, of packed ones those that they stand for."""
+    rows, columns = (getattr(module, name, None) for name in ("out_features", "in_features"))
+    if isinstance(rows, int) and isinstance(columns, int) and not any(module.children()):
+        return rows * columns
+    return sum(weight.numel() for weight in module.parameters(recurse=False) if weight.dim() > 1)
+
+
+def _held_bytes(module: nn.Module) -> int:
+    """Count the bytes of a module's own weights as they are held: packed numbers, their scales, and the rest."""
+    if isinstance(module, PackedLinear):
+        return module.nbytes
+    temporary = module._non_persistent_buffers_set
+    saved = [x for name, x in module.named_buffers(recurse=False) if name not in temporary]
+    own = [*module.parameters(recurse=False), *saved]
+    scales = [scale for tensor in own for scale in _scales(module, tensor)]
+    return sum(part.nbytes for tensor in (*own, *scales) for _, part in plain_parts("", tensor))
+
+
+def _scales(module: nn.Module, weight: Tensor) -> list[Tensor]:
+    """Return the scales that bitsandbytes keeps beside packed weights, which are no buffers."""
+    state = getattr(weight, "quant_state", None)  # of 4 bits
+    values = () if state is None else state.as_dict().values()
+    owners = (weight, getattr(module, "state", None)) if hasattr(weight, "SCB") else ()  # of 8 bits; one of them has it
+    return [x for x in (*values, *(getattr(owner, "SCB", None) for owner in owners)) if isinstance(x, Tensor)]
