@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from qcfuse_rag.cli.console import print_json, print_line, print_note, size, status
 from qcfuse_rag.cli.library import existing_store_folder, open_library_store
 from qcfuse_rag.cli.library_settings import LibrarySettings
@@ -13,6 +15,8 @@ from qcfuse_rag.cli.open_engine import open_engine
 from qcfuse_rag.cli.options import PrefixOptions
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.methods import choose_method
+from qcfuse_rag.prompts.system_prefix import MIN_TOKENS
+from qcfuse_rag.server.request import ToolSpec
 
 
 def warm_prefix(library: Path, options: PrefixOptions, *, as_json: bool) -> None:
@@ -28,6 +32,11 @@ def warm_prefix(library: Path, options: PrefixOptions, *, as_json: bool) -> None
         with status("prefilling"):
             summary = engine.warm_prefix(options.system, tools)
         engine.corpus.close()
+    if not summary.chunks:
+        raise QCFuseError(
+            f"nothing is prefilled: conversations begin with fewer than {MIN_TOKENS} tokens, or the chat template "
+            "writes their beginning anew for each"
+        )
     if as_json:
         print_json(summary.to_dict())
         return
@@ -40,7 +49,7 @@ def warm_prefix(library: Path, options: PrefixOptions, *, as_json: bool) -> None
 
 
 def read_tools(path: Path) -> list[dict[str, Any]]:
-    """Read tools in OpenAI's form from a JSON file.
+    """Read tools in OpenAI's form from a JSON file, and return them as the server gives them to the chat template.
 
     Raises:
         QCFuseError: if the file cannot be read or is no list of tools.
@@ -51,13 +60,11 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
         raise QCFuseError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise QCFuseError(f"{path} is not JSON: {error}") from error
-    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
+    try:
+        specs = TypeAdapter(list[ToolSpec]).validate_python(tools)
+    except ValidationError as error:
         raise QCFuseError(
             f"{path} has to be a list of tools, as requests give them: "
             '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}]'
-        )
-    return tools
-
-
-def _is_tool(tool: Any) -> bool:
-    return isinstance(tool, dict) and isinstance(tool.get("function"), dict) and "name" in tool["function"]
+        ) from error
+    return [spec.model_dump(exclude_none=True) for spec in specs]

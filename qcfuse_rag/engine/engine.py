@@ -156,8 +156,8 @@ class FusionEngine:
     ) -> WarmSummary:
         """Prefill what conversations with a system message and tools begin with into the store.
 
-        Their prompts load it, which is exact, as long as system message, tools and their order are the same. See
-        `SystemPrefixes.warm`, and `prompt` for `chat_template_kwargs`.
+        Their prompts load it as long as system message, tools and their order are the same. See `SystemPrefixes.warm`,
+        and `prompt` for `chat_template_kwargs`.
         """
         return self._system_prefixes.warm(self.prompts.with_kwargs(chat_template_kwargs), system, tools)
 

@@ -76,7 +76,7 @@ def build_among_turns(
         return text_segments(builder, rendered, matches)
 
     prompt = builder.build(question, passages, history, tools, later, split_text)
-    return replace(prompt, note=next(filter(None, notes), None))
+    return replace(prompt, note=next(filter(None, notes), None), joined=True)
 
 
 def _find(signatures: PassageSignatures, rendered: RenderedText) -> tuple[list[PassageMatch], str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -11,11 +12,17 @@ from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import Progress, WarmJob
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role
-from qcfuse_rag.prompts.system_prefix import system_prefix
+from qcfuse_rag.prompts.system_prefix import MIN_TOKENS, system_prefix
 from qcfuse_rag.prompts.template import Tool, Turn
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.prefill_base import BLIND
+
+ABSENT_S = 60.0
+"""Seconds after which an absent system prefix is sought again: a store may be remote, and others may warm it."""
+
+MAX_ABSENT = 1024
+"""Most absent system prefixes to remember."""
 
 
 class SystemPrefixes:
@@ -28,6 +35,7 @@ class SystemPrefixes:
 
     def __init__(self, lm: LanguageModel, store: KVStore) -> None:
         self._target = PrefillTarget(lm, store, ())
+        self._absent: dict[str, float] = {}
 
     def warm(
         self,
@@ -55,7 +63,11 @@ class SystemPrefixes:
         """
         turns: list[Turn] = [] if system is None else [("system", system)]
         prefixes = [system_prefix(builder, given, tools).ids for given in (turns, builder.turns("", (), turns))]
-        return WarmJob(self._target, prefixes, bases=(BLIND,)).run(progress)
+        summary = WarmJob(self._target, [ids for ids in prefixes if len(ids) >= MIN_TOKENS], bases=(BLIND,)).run(
+            progress
+        )
+        self._absent = {}
+        return summary
 
     def mark(self, builder: PromptBuilder, prompt: Prompt, turns: Sequence[Turn], tools: Sequence[Tool]) -> Prompt:
         """Return a prompt whose head is its system prefix if that is stored.
@@ -70,6 +82,18 @@ class SystemPrefixes:
             return prompt
         with suppress(InvalidTemplate):  # some chat templates take these messages only together with the others
             prefix = system_prefix(builder, turns, tools)
-            if prefix.ids and self._target.key(BLIND, prefix.ids) in self._target.store:
+            if self._is_stored(prefix.ids):
                 return prefix.mark(prompt)
         return prompt
+
+    def _is_stored(self, ids: tuple[int, ...]) -> bool:
+        """Return whether a system prefix is stored; one that was absent is not sought again for a while."""
+        key, now = self._target.key(BLIND, ids), time.monotonic()
+        if len(ids) < MIN_TOKENS or self._absent.get(key.address, 0.0) > now:
+            return False
+        if key in self._target.store:
+            return True
+        if len(self._absent) >= MAX_ABSENT:
+            self._absent = {}
+        self._absent[key.address] = now + ABSENT_S
+        return False

@@ -55,7 +55,7 @@ class FileState:
         try:
             place, now = place.resolve(strict=True), time.time()
             paths = sorted(place.iterdir()) if place.is_dir() else [place]
-            if any("/" in index.read_text("utf-8") for index in paths if index.match(INDEX_FILES)):
+            if any(set(index.read_text("utf-8")) & {"/", "\\"} for index in paths if index.match(INDEX_FILES)):
                 return None
             stats = [(path, path.stat()) for path in paths if not path.is_dir()]
         except (OSError, ValueError):

@@ -44,7 +44,7 @@ PIECE_CHARACTERS = 1 << 14
 CHEAP_TOKENS = 1 << 16
 """Tokens that are made for any window."""
 
-Parts = list[tuple[str, RenderedText]]
+TemplateParts = list[tuple[str, RenderedText]]
 """A prompt's kinds of text in order, `literal`, `context` and `question`; a literal with its text."""
 
 
@@ -129,10 +129,10 @@ class PromptBuilder:
         Args:
             question: the user's question.
             chunks: retrieved passages, in the order of the prompt; may be empty.
-            history: earlier turns of the conversation, placed after the system message; never stored. Its leading
+            history: earlier turns of the conversation, placed after the system message. Its leading
                 system messages are merged into the template's system message, or become it if there is none.
-            tools: tools that the model may call, at the place of the chat template; never stored.
-            later: turns behind the question, such as a tool call and its result; never stored.
+            tools: tools that the model may call, at the place of the chat template.
+            later: turns behind the question, such as a tool call and its result.
             split_text: returns the segments of a text between question and chunks, so that passages in other turns are
                 chunks too. With None, each of these texts is one segment.
 
@@ -185,10 +185,12 @@ class PromptBuilder:
         return tuple(ids), offsets
 
     @cached_property
-    def _fixed_parts(self) -> Parts:
+    def _fixed_parts(self) -> TemplateParts:
         return self._parts()
 
-    def _parts(self, history: Sequence[Turn] = (), tools: Sequence[Tool] = (), later: Sequence[Turn] = ()) -> Parts:
+    def _parts(
+        self, history: Sequence[Turn] = (), tools: Sequence[Tool] = (), later: Sequence[Turn] = ()
+    ) -> TemplateParts:
         """Return the rendered template in order: literal, context, literal, question, literal, or question first."""
         used = set(MARKER_NUMBERS.findall(f"{history}{tools}{later}{self.template.chat_template_kwargs}"))
         number = next(number for number in map(str, count()) if number not in used)

@@ -14,7 +14,7 @@ from functools import cached_property
 class Role(StrEnum):
     """The kind of a segment, which decides whether it may be stored."""
 
-    HEAD = "head"  # the system prefix, the fixed text before the first chunk; may be stored
+    HEAD = "head"  # the system prefix: fixed text, system message and tools before all else; may be stored
     CHUNK = "chunk"  # a retrieved passage; may be stored
     QUESTION = "question"  # never stored
     TEXT = "text"  # other text, such as earlier turns or the answer's header; never stored
@@ -66,11 +66,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Segments in order, and the system prefix of their chunks.
+    """Segments in order, and the system prefix that their chunks were warmed behind.
 
     Attributes:
         segments: the non-empty segments; the last one is not stored, because an answer needs a computed row.
-        prefix_ids: token ids of the system prefix, a part of the keys of framed chunks; usually the first segment's.
+        prefix_ids: token ids of the system prefix, a part of the keys of framed chunks; the first segment's, unless a
+            conversation has another head.
         note: for the report, why a joined text was not searched for passages; None if it was, or passages were given.
         joined: whether a framework joined the text, so that it may contain unknown passages.
 

@@ -2,7 +2,7 @@
 
 A prompt of passages alone has one system prefix for a wording, which is stored with the passages. A conversation brings
 its own system message, and an agent its tools. Their tokens are the same in each of its prompts, and nothing precedes
-them, so a stored copy is exact.
+them, so a stored copy is right wherever it is found, as near to full prefill as the store's number format.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ class SystemPrefix:
     def mark(self, prompt: Prompt) -> Prompt:
         """Return a prompt of the same tokens whose head is this system prefix, as far as the tokens are equal.
 
-        The last tokens of a system prefix may differ in a prompt, where they can join the text that follows.
+        The last tokens of a system prefix may differ in a prompt, where they can join the text that follows. A passage
+        that is recognised in it stays a chunk, and the head ends before it: the passage can be forgotten.
         """
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, prompt.ids, strict=False)))
-        for span in prompt.chunks:
-            if span.start < common < span.stop:
-                common = span.start
-        common = min(common, prompt.spans[-1].stop - 1)  # the last token must be computed to answer
+        first_chunk = next((span.start for span in prompt.chunks), len(prompt))
+        common = min(common, first_chunk, len(prompt) - 1)  # the last token must be computed to answer
         if common < MIN_TOKENS:
             return prompt
         part = None if common == len(self.ids) else ChunkPart(self.ids, 0)

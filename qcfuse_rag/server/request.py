@@ -33,6 +33,7 @@ class Function(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     name: str
+    description: str | None = None
     parameters: dict[str, Any] | None = None
 
 

@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, make_method
 from qcfuse_rag.cli.library import open_library_store
+from qcfuse_rag.prompts.segments import Role
+from qcfuse_rag.server.request import ChatRequest
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.cli import Run
 from tests.support.families import build_model, build_tokenizer
@@ -68,6 +70,23 @@ def test_a_bad_file_of_tools_is_one_clear_error(
     if content is not None:
         (tmp_path / "tools.json").write_text(content)
     assert message in run("warm", "prefix", "--store", library, "--tools", tmp_path / "tools.json")[2]
+
+
+@pytest.mark.parametrize("order", [("name", "description", "parameters"), ("parameters", "description", "name")])
+def test_a_request_to_the_server_reads_what_was_warmed_from_the_same_file(
+    run: Run, library: Path, agent_model: str, tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    functions = [{key: tool["function"][key] for key in order} for tool in (LOOK_UP, MOOR)]  # type: ignore[index]
+    tools = [{"function": function} for function in functions]
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    run.json("warm", "prefix", "--store", library, "--system", SYSTEM, "--tools", tmp_path / "tools.json")
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    request = ChatRequest.model_validate({"messages": messages, "tools": tools})
+    with open_library_store(library) as store, FusionEngine.load(agent_model, store=store) as engine:
+        head = request.make_prompt(engine, None).segments[0]
+    assert head.role is Role.HEAD
+    assert "look_up" in head.text
+    assert "moor" in head.text
 
 
 def test_nothing_to_prefill_and_no_library_are_errors(run: Run, library: Path, tmp_path: Path) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
+from qcfuse_rag import (
+    DiskStore,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    Prompt,
+    PromptTemplate,
+    SamplingParams,
+    make_method,
+)
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.prompts.template import Turn
@@ -144,3 +153,33 @@ def test_the_system_message_of_a_chat_without_tools_is_a_prefix_too(llama: Langu
     head, *_ = engine.prompt_from_text(CONVERSATION).segments
     assert head.role is Role.HEAD
     assert SYSTEM in head.text
+
+
+def test_a_beginning_that_is_too_short_to_be_read_is_not_stored(llama: LanguageModel) -> None:
+    engine = FusionEngine(llama, MemoryStore(), template=PromptTemplate(messages=(("user", "{context}{question}"),)))
+    assert engine.warm_prefix().chunks == 0
+
+
+def test_a_passage_in_a_system_message_stays_a_chunk_that_can_be_forgotten(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES)
+    system = f"{SYSTEM}\n\n{PASSAGES[0]}"
+    engine.warm_prefix(system, TOOLS)
+    prompt = engine.prompt_from_text([("system", system), ("user", QUESTION)], TOOLS)
+    assert [segment.role for segment in prompt.segments[:2]] == [Role.HEAD, Role.CHUNK]
+    assert PASSAGES[0][:40] in prompt.segments[1].text
+
+
+def test_an_absent_prefix_is_not_sought_each_time_but_found_once_it_is_warmed(lm: LanguageModel) -> None:
+    asked: list[str] = []
+
+    class Counting(MemoryStore):
+        def __contains__(self, key: Any) -> bool:
+            asked.append(str(key))
+            return super().__contains__(key)
+
+    engine = FusionEngine(lm, Counting(), method=METHOD)
+    for _ in range(3):
+        engine.prompt_from_text(CONVERSATION, TOOLS)
+    assert len(asked) == 1
+    engine.warm_prefix(SYSTEM, TOOLS)
+    assert engine.prompt_from_text(CONVERSATION, TOOLS).segments[0].role is Role.HEAD

@@ -94,7 +94,7 @@ def test_weights_that_are_quantised_while_they_are_loaded_are_always_hashed(fold
 
 def test_other_code_or_versions_hash_anew(folder: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     LanguageModel.load(str(folder), device="cpu")
-    monkeypatch.setattr(load.transformers, "__version__", "5.99")
+    monkeypatch.setattr(load, "version", lambda _: "5.99")
     LanguageModel.load(str(folder), device="cpu")
     assert len(hashed) == 2
 
@@ -180,3 +180,17 @@ def test_the_files_of_an_id_are_those_of_its_snapshot(
     assert snapshot_folder("some/model") == snapshot
     assert snapshot_folder("some/other") is None
     assert snapshot_folder("no/id/at all") is None
+
+
+def test_no_hash_is_kept_for_files_that_a_hub_replaced_while_they_were_loaded(
+    folder: Path, hashed: list[str], assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`load` reads the new snapshot, which is another folder than the one that was there when it began."""
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "model.safetensors").write_bytes(b"older weights")
+    found = iter([FileState.read(old), FileState.read(folder)])
+    monkeypatch.setattr(load, "_weight_files", lambda *_: next(found))
+    LanguageModel.load(str(folder), device="cpu")
+    assert len(hashed) == 1
+    assert list(assets.rglob("*.json")) == []

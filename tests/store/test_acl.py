@@ -218,6 +218,16 @@ def test_an_answer_over_a_restricted_passage_is_not_kept(engine: FusionEngine) -
     assert "not all who may read it" in str(kept.reason)
 
 
+def test_an_answer_beside_turns_that_may_quote_a_restricted_passage_is_not_kept(engine: FusionEngine) -> None:
+    engine.warm([PASSAGES[0], SECRET], sources=["a", "vault"], access={"vault": "board"})
+    quoted = {"role": "assistant", "content": f"Cut short, so that it is not recognised: {SECRET[3:-3]}"}
+    prompt = engine.prompt("Which code?", [PASSAGES[0]], later=[quoted])
+    stream = engine.stream(prompt, SamplingParams(max_new_tokens=4), method=make_method("full"))
+    kept = engine.corpus.put_generated(stream)
+    assert kept.key is None
+    assert "may hold passages not everybody may read" in str(kept.reason)
+
+
 def test_a_manifest_from_before_access_is_brought_up_to_date(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, sources=["a"] * 3, bases=(ENRICHED,))
     engine.corpus.open_sources().close()
