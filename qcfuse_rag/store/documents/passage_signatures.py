@@ -7,6 +7,7 @@ last source is no longer recognised.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.documents.passage_match import PassageMatch, PassageSignature, find_passages, passage_signature
@@ -37,8 +38,12 @@ class PassageSignatures:
 
     def __init__(self, sources: Callable[[], Sources], fingerprint: Fingerprint) -> None:
         self._sources, self._fingerprint = sources, fingerprint
-        self._seed = int(self._name("")[-16:], 16)
         self._anchors: tuple[object, frozenset[int]] = (None, frozenset())
+
+    @cached_property
+    def _seed(self) -> int:
+        """Seed of the hashes, which differs between stores and tenants."""
+        return int(self._name("")[-16:], 16)
 
     def add(self, passages: Iterable[tuple[str, ChunkKey]]) -> None:
         """Recognise these passages from now on.
