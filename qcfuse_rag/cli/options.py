@@ -61,7 +61,7 @@ class ModelOptions:
         str | None,
         Option(
             help="Hugging Face id, folder or GGUF file of the model; "
-            "by default the one that the library was warmed with, else SmolLM2-135M."
+            "by default the library's own model, else SmolLM2-135M."
         ),
     ] = None
     device: Device = None
@@ -111,7 +111,7 @@ class WordingOptions(ModelOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOptions(WordingOptions):
-    """What conversations begin with."""
+    """The system message and the tools that conversations begin with."""
 
     system: Annotated[str | None, Option(help="The system message of the conversations.")] = None
     tools: Annotated[

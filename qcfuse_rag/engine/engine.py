@@ -154,7 +154,7 @@ class FusionEngine:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> WarmSummary:
-        """Prefill what conversations with a system message and tools begin with into the store.
+        """Prefill a system message and tools, with which conversations begin, into the store.
 
         Their prompts load it as long as system message, tools and their order are the same. See `SystemPrefixes.warm`,
         and `prompt` for `chat_template_kwargs`.

@@ -9,7 +9,7 @@ from contextlib import suppress
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.ingestion.summary import WarmSummary
 from qcfuse_rag.ingestion.target import PrefillTarget
-from qcfuse_rag.ingestion.warm_job import Progress, WarmJob
+from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role
 from qcfuse_rag.prompts.system_prefix import MIN_TOKENS, system_prefix
@@ -37,14 +37,7 @@ class SystemPrefixes:
         self._target = PrefillTarget(lm, store, ())
         self._absent: dict[str, float] = {}
 
-    def warm(
-        self,
-        builder: PromptBuilder,
-        system: str | None = None,
-        tools: Sequence[Tool] = (),
-        *,
-        progress: Progress | None = None,
-    ) -> WarmSummary:
+    def warm(self, builder: PromptBuilder, system: str | None = None, tools: Sequence[Tool] = ()) -> WarmSummary:
         """Prefill the system prefix of a system message and tools.
 
         It is stored for conversations as they are, and for conversations beside which passages are given: there the
@@ -54,7 +47,6 @@ class SystemPrefixes:
             builder: of the prompts.
             system: the system message; None if there is none.
             tools: tools that the model may call.
-            progress: called with tokens `(done, total)`.
 
         Raises:
             InvalidTemplate: if the tokenizer's chat template does not take the system message, shows no tools, or does
@@ -63,9 +55,8 @@ class SystemPrefixes:
         """
         turns: list[Turn] = [] if system is None else [("system", system)]
         prefixes = [system_prefix(builder, given, tools).ids for given in (turns, builder.turns("", (), turns))]
-        summary = WarmJob(self._target, [ids for ids in prefixes if len(ids) >= MIN_TOKENS], bases=(BLIND,)).run(
-            progress
-        )
+        long_enough = [ids for ids in prefixes if len(ids) >= MIN_TOKENS]
+        summary = WarmJob(self._target, long_enough, bases=(BLIND,)).run()
         self._absent = {}
         return summary
 

@@ -69,7 +69,7 @@ class KeptSequence:
             ids: its tokens, without the last one, which is always computed.
             method: what the request reuses and recomputes.
         """
-        common = _common_length(self.ids, ids)
+        common = common_length(self.ids, ids)
         exact = min(common, self.exact_tokens)
         if method.base is None:
             return exact
@@ -242,7 +242,7 @@ def _same_method(one: Method, other: Method) -> bool:
     return one is other or one == other
 
 
-def _common_length(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+def common_length(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
     """Return the number of leading tokens that two sequences share."""
     n = min(len(one), len(other))
     different = one[:n] != other[:n]

@@ -3,29 +3,24 @@
 bfloat16 halves the bytes of weights and of caches, but rounds activations, so it has to be worth it. Without AMX or
 AVX-512-BF16 torch converts each number, which is slower than float32: nothing is measured there.
 
-The choice is a small file among the assets of huggingface_hub (`HF_ASSETS_CACHE`, by default
-`~/.cache/huggingface/assets/qcfuse-rag/dtypes`): caches of one dtype are misses for the other, so a second measurement
-must not decide otherwise. It may be deleted.
+The choice is in the folder `dtypes` of kept results, see `models.kept_result`: caches of one dtype are misses for the
+other, so a second measurement must not decide otherwise.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub import cached_assets_path
 from torch import Tensor
 from torch.nn.functional import linear
 
-from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.models.fingerprint import digest
+from qcfuse_rag.models.kept_result import KeptResult
 
 LOG = logging.getLogger(__name__)
 
@@ -56,13 +51,14 @@ def chosen_cpu_dtype() -> torch.dtype:
         return CHOICES[named]
     if not multiplies_bfloat16():
         return torch.float32
-    processor = _processor()
-    if (kept := _read(processor)) is not None:
-        return kept
+    result = KeptResult("dtypes", "dtype.json", _processor(), field="processor")
+    kept = (result.read() or {}).get("dtype")
+    if isinstance(kept, str) and kept in CHOICES:
+        return CHOICES[kept]
     seconds = {name: answer_seconds(dtype) for name, dtype in CHOICES.items()}
     chosen = "bfloat16" if seconds["bfloat16"] <= WORTH * seconds["float32"] else "float32"
     LOG.info("%s is the faster dtype here: %s", chosen, seconds)
-    _keep({"processor": processor, "dtype": chosen, "seconds": seconds})
+    result.keep(dtype=chosen, seconds=seconds)
     return CHOICES[chosen]
 
 
@@ -101,23 +97,3 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _read(processor: str) -> torch.dtype | None:
-    try:
-        kept = json.loads(_file(processor).read_text("utf-8"))
-        return CHOICES[kept["dtype"]] if kept["processor"] == processor else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-
-
-def _keep(choice: dict[str, Any]) -> None:
-    """Write a choice; where that is not possible, the next process measures again."""
-    try:
-        write_atomically(_file(choice["processor"]), json.dumps(choice), sync=False)
-    except (OSError, ValueError) as error:  # huggingface_hub raises ValueError for a file in the folder's place
-        LOG.info("the choice of a dtype is not kept: %s", error)
-
-
-def _file(processor: str) -> Path:
-    return cached_assets_path("qcfuse-rag", "dtypes", digest(processor.encode())) / "dtype.json"

@@ -6,27 +6,21 @@ that was changed within the last `SETTLED_S` seconds, since a second change coul
 
 A change that leaves all of these is not noticed: bits that a disk loses, writing to the disk below its file system, a
 clock that was set back, and on Windows, which has no such second time, a program that sets the first one back. Delete
-the folder then: a hash is a small file among the assets of huggingface_hub (`HF_ASSETS_CACHE`, by default
-`~/.cache/huggingface/assets/qcfuse-rag/hashes`).
+the folder `hashes` of kept results then, see `models.kept_result`.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from huggingface_hub import cached_assets_path, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 
-from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.models.fingerprint import digest
-
-LOG = logging.getLogger(__name__)
+from qcfuse_rag.models.kept_result import KeptResult
 
 SETTLED_S = 2.0
 """Seconds since the last change after which a file's times tell later changes apart; FAT counts in steps of two."""
@@ -81,14 +75,13 @@ def hash_once(state: FileState | None, settings: dict[str, str], compute: Callab
     if state is None or not state.settled or not state.is_current():
         return compute()
     identity = {"files": [list(file) for file in state.files], **settings}
-    if (kept := _read(identity)) is not None:
+    result = KeptResult("hashes", "hash.json", identity)
+    kept = (result.read() or {}).get("hash")
+    if isinstance(kept, str) and HASH.fullmatch(kept):
         return kept
     value = compute()
     if state.is_current():
-        try:
-            write_atomically(_file(identity), json.dumps({"identity": identity, "hash": value}), sync=False)
-        except (OSError, ValueError) as error:  # huggingface_hub raises ValueError for a file in the folder's place
-            LOG.info("the hash of %s is not kept: %s", state.place, error)
+        result.keep(hash=value)
     return value
 
 
@@ -99,17 +92,3 @@ def snapshot_folder(model: str) -> Path | None:
     except ValueError:  # no id
         return None
     return Path(config).parent if isinstance(config, str) else None
-
-
-def _read(identity: dict[str, Any]) -> str | None:
-    try:
-        kept = json.loads(_file(identity).read_text("utf-8"))
-        value = kept["hash"]
-        return str(value) if kept["identity"] == identity and HASH.fullmatch(value) else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-
-
-def _file(identity: dict[str, Any]) -> Path:
-    name = digest(json.dumps(identity, sort_keys=True).encode())
-    return cached_assets_path("qcfuse-rag", "hashes", name) / "hash.json"

@@ -1,4 +1,4 @@
-"""What watches an engine's prefills: shadow mode and observers of reports."""
+"""Watch an engine's prefills by shadow mode and by observers of their reports."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from qcfuse_rag.errors import InvalidTemplate, PromptTooLong
 from qcfuse_rag.prompts.bounded_render import render_bounded
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.prompts.special_tokens import RenderedText, SpecialTokenMarker, special_tokens_of, tokenizer_copy
-from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping
+from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping, is_system_text
 from qcfuse_rag.prompts.template_variables import template_variables
 
 # Some chat templates print today's date; a system prefix that changes daily would make every framed cache useless.
@@ -129,8 +129,8 @@ class PromptBuilder:
         Args:
             question: the user's question.
             chunks: retrieved passages, in the order of the prompt; may be empty.
-            history: earlier turns of the conversation, placed after the system message. Its leading
-                system messages are merged into the template's system message, or become it if there is none.
+            history: earlier turns of the conversation, placed after the system message. Its leading system messages are
+                merged into the template's system message, or become it if there is none.
             tools: tools that the model may call, at the place of the chat template.
             later: turns behind the question, such as a tool call and its result.
             split_text: returns the segments of a text between question and chunks, so that passages in other turns are
@@ -192,8 +192,7 @@ class PromptBuilder:
         self, history: Sequence[Turn] = (), tools: Sequence[Tool] = (), later: Sequence[Turn] = ()
     ) -> TemplateParts:
         """Return the rendered template in order: literal, context, literal, question, literal, or question first."""
-        used = set(MARKER_NUMBERS.findall(f"{history}{tools}{later}{self.template.chat_template_kwargs}"))
-        number = next(number for number in map(str, count()) if number not in used)
+        number = marker_number(history, tools, later, self.template.chat_template_kwargs)
         markers = {name: f"[[qcfuse:{number}:{name}]]" for name in MARKERS}
         # The prompt template is the developer's, so special tokens in it count as such; everything else is marked.
         special_tokens = self._mark([*history, *later], tools)
@@ -214,7 +213,7 @@ class PromptBuilder:
             (role, content.format(context=context, question=question)) for role, content in self.template.messages
         ]
         n_system = 1 if messages[0][0] == "system" else 0
-        leading = list(takewhile(_is_system_text, history))
+        leading = list(takewhile(is_system_text, history))
         # Chat templates take one system message, at the start; some drop the first one if there are two.
         texts = [content for _, content in messages[:n_system]] + [as_mapping(turn)["content"] for turn in leading]
         system: list[Turn] = [("system", "\n\n".join(filter(None, texts)))] if texts else []
@@ -346,6 +345,7 @@ class PromptBuilder:
         return tokenizer_copy(self.tokenizer, split_special=True)
 
 
-def _is_system_text(turn: Turn) -> bool:
-    message = as_mapping(turn)
-    return message["role"] == "system" and isinstance(message.get("content"), str)
+def marker_number(*texts: object) -> str:
+    """Return a number that no marker in messages, tools or variables has."""
+    used = set(MARKER_NUMBERS.findall("".join(map(str, texts))))
+    return next(number for number in map(str, count()) if number not in used)

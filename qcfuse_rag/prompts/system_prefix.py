@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, takewhile
+from itertools import takewhile
 
-from qcfuse_rag.prompts.builder import MARKER_NUMBERS, PromptBuilder
+from qcfuse_rag.prompts.builder import PromptBuilder, marker_number
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.prompts.template import Tool, Turn, as_mapping
 
@@ -60,9 +60,7 @@ def system_prefix(builder: PromptBuilder, turns: Sequence[Turn], tools: Sequence
         InvalidTemplate: if the chat template does not take the system messages, or does not show the tools.
     """
     system = list(takewhile(lambda turn: as_mapping(turn)["role"] == "system", turns))
-    used = set(MARKER_NUMBERS.findall(f"{system}{tools}{builder.template.chat_template_kwargs}"))
-    number = next(number for number in map(str, count()) if number not in used)
-    marker = f"[[qcfuse:{number}:turn]]"
+    marker = f"[[qcfuse:{marker_number(system, tools, builder.template.chat_template_kwargs)}:turn]]"
     rendered = builder.render([*system, ("user", marker)], tools)
     if rendered.text.count(marker) != 1:
         return SystemPrefix((), ())

@@ -17,13 +17,14 @@ from qcfuse_rag import LanguageModel
 from qcfuse_rag.engine import exactness_check, kept_check
 from qcfuse_rag.engine.kept_check import check_exact_once, check_identity
 from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.models import kept_result
 from tests.support.families import build_model
 
 
 @pytest.fixture(autouse=True)
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of kept checks, which is this test's own."""
-    monkeypatch.setattr(kept_check, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    monkeypatch.setattr(kept_result, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
     return tmp_path / "assets" / "qcfuse-rag" / "checks"
 
 

@@ -50,7 +50,7 @@ def distance(lm: LanguageModel, prefilled: Prefilled, ids: tuple[int, ...], star
 
 
 class TestEveryFamily:
-    """What must hold of each family, not only of those that the other tests take."""
+    """Healing ends over an exact cache in every family; the other tests run on the main families."""
 
     @pytest.fixture
     def engine(self, family: LanguageModel) -> FusionEngine:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub import cached_assets_path
 
-from qcfuse_rag.models import cpu_dtype
+from qcfuse_rag.models import cpu_dtype, kept_result
 from qcfuse_rag.models.cpu_dtype import SWITCH, WORTH, answer_seconds, chosen_cpu_dtype, multiplies_bfloat16
 from qcfuse_rag.models.load import load_pretrained
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -23,7 +23,7 @@ SLOW: Seconds = {torch.bfloat16: WORTH + 0.01, torch.float32: 1.0}
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of kept choices, which is this test's own."""
     monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr(cpu_dtype, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    monkeypatch.setattr(kept_result, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
     return tmp_path / "assets" / "qcfuse-rag" / "dtypes"
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qcfuse_rag.errors import ModelNotFound
-from qcfuse_rag.models import gguf_cache, gguf_tensors, kept_hash, load
+from qcfuse_rag.models import gguf_cache, gguf_tensors, kept_hash, kept_result, load
 from qcfuse_rag.models.gguf_cache import CACHED_GGUF_FUNCTIONS, SWITCH, cached_gguf_header
 from qcfuse_rag.models.load import load_pretrained
 from qcfuse_rag.models.packed_checkpoint import TENSORS_FILE
@@ -33,7 +33,7 @@ OWN = {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS}
 @pytest.fixture(autouse=True)
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of conversions, which is this test's own, as are kept hashes; files settle at once."""
-    for module in (gguf_cache, kept_hash):
+    for module in (gguf_cache, kept_result):
         monkeypatch.setattr(module, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
     monkeypatch.setattr(kept_hash, "SETTLED_S", 0.0)
     return tmp_path / "assets" / "qcfuse-rag" / "gguf"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel
-from qcfuse_rag.models import kept_hash, load
+from qcfuse_rag.models import kept_hash, kept_result, load
 from qcfuse_rag.models.fingerprint import hash_weights
 from qcfuse_rag.models.kept_hash import FileState, hash_once, snapshot_folder
 from tests.support.families import build_model
@@ -24,7 +24,7 @@ HASHES = ("0" * 32, "1" * 32)
 @pytest.fixture(autouse=True)
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of kept hashes, which is this test's own; files count as settled at once."""
-    monkeypatch.setattr(kept_hash, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    monkeypatch.setattr(kept_result, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
     monkeypatch.setattr(kept_hash, "SETTLED_S", 0.0)
     return tmp_path / "assets" / "qcfuse-rag" / "hashes"
 
@@ -185,7 +185,7 @@ def test_the_files_of_an_id_are_those_of_its_snapshot(
 def test_no_hash_is_kept_for_files_that_a_hub_replaced_while_they_were_loaded(
     folder: Path, hashed: list[str], assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`load` reads the new snapshot, which is another folder than the one that was there when it began."""
+    """The load begins with an old snapshot in the cache and reads a newer snapshot, which is another folder."""
     old = tmp_path / "old"
     old.mkdir()
     (old / "model.safetensors").write_bytes(b"older weights")

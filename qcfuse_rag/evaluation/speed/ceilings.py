@@ -142,5 +142,5 @@ def _scales(module: nn.Module, weight: Tensor) -> list[Tensor]:
     """Return the scales that bitsandbytes keeps beside packed weights, which are no buffers."""
     state = getattr(weight, "quant_state", None)  # of 4 bits
     values = () if state is None else state.as_dict().values()
-    owners = (weight, getattr(module, "state", None)) if hasattr(weight, "SCB") else ()  # of 8 bits; one of them has it
+    owners = (weight, getattr(module, "state", None)) if hasattr(weight, "SCB") else ()  # of 8 bits; weight or layer
     return [x for x in (*values, *(getattr(owner, "SCB", None) for owner in owners)) if isinstance(x, Tensor)]

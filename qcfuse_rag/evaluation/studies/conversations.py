@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.studies.runner import StudyResult, StudyRun, demo_questions, load_engine
-from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES
+from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES, common_length
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.methods import make_method
@@ -87,24 +89,21 @@ def conversations(
                 asked = [samples[(number * turns + turn) % len(samples)] for turn in range(turns)]
                 keeping = FusionEngine(plain.lm, plain.store, method=method, prefix_bytes=PREFIX_BYTES)
                 keeping.compile()  # or its first request would measure the costs that the guard decides by
-                history, earlier = list[Turn](), list[tuple[int, ...]]()
+                history, earlier = list[Turn](), list[NDArray[np.int64]]()
                 for turn, sample in enumerate(asked):
                     prompt = make_prompt(plain, history, asked[0], sample)
                     sides = [keeping, plain] if (turn + number) % 2 else [plain, keeping]
                     answers = {side is keeping: side.generate(prompt, params, method=method) for side in sides}
-                    same = max((_shared(prompt.ids, ids) for ids in earlier), default=0)
+                    ids = np.array(prompt.ids)
+                    same = max((common_length(ids, other) for other in earlier), default=0)
                     figures[turn].add(answers[True].report, answers[False].report, same)
-                    earlier.append((*prompt.ids, *answers[True].ids))
+                    earlier.append(np.array([*prompt.ids, *answers[True].ids]))
                     history += [("user", sample.question), ("assistant", answers[True].text)]
             table, line = _shown(layout, figures)
             parts += [table, line]
             data.append({"layout": layout, "turns": [_row(turn) for turn in figures], "line": line})
         name = plain.lm.name
     return StudyResult({"model": name, "count": count, "ratio": ratio, "layouts": data}, parts)
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _row(turn: TurnFigures) -> dict[str, float]:

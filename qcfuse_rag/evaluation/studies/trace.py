@@ -18,6 +18,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.studies.conversations import BLOCK_TOKENS
 from qcfuse_rag.evaluation.studies.runner import StudyResult, StudyRun, load_engine
+from qcfuse_rag.fusion.prefix_cache import common_length
 from qcfuse_rag.ingestion.readers import TextSplitting
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.system_prefix import system_prefix
@@ -116,7 +117,7 @@ def _count(engine: FusionEngine, requests: Sequence[ChatRequest], systems: set[t
     for request in requests:
         prompt = request.make_prompt(engine, None)
         ids = np.array(prompt.ids, dtype=np.int64)
-        prefix = max((_shared(ids, other) for other in earlier), default=0)
+        prefix = max((common_length(ids, other) for other in earlier), default=0)
         tools = request.to_response_format().visible_tools
         system = system_prefix(engine.prompts, [message.turn() for message in request.messages], tools).ids
         exact = max(prefix, len(system)) if system in systems else prefix
@@ -135,12 +136,6 @@ def _count(engine: FusionEngine, requests: Sequence[ChatRequest], systems: set[t
         own.add(system)
     systems |= own
     return counts
-
-
-def _shared(ids: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    count = min(len(ids), len(other))
-    different = np.flatnonzero(ids[:count] != other[:count])
-    return int(different[0]) if len(different) else count
 
 
 def _stored_runs(prompt: Prompt, start: int) -> Iterator[tuple[int, int]]:
