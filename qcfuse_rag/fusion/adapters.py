@@ -12,7 +12,8 @@ from torch import Tensor
 from qcfuse_rag.prompts.segments import Prompt, Span
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore, Miss
-from qcfuse_rag.store.chunk import KINDS, Blocks, ChunkKV
+from qcfuse_rag.store.blocks import KINDS, Blocks
+from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.prefill_base import Base
 from qcfuse_rag.store.quantization import LOSSLESS

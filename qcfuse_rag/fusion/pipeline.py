@@ -26,7 +26,7 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_hooks import LayerHook, NestedRows
 from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
-from qcfuse_rag.runtime.loading.layer_loader import LateMissError
+from qcfuse_rag.runtime.loading.source import LateMissError
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget, call_with_timeout
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss

@@ -15,7 +15,8 @@ from qcfuse_rag.prompts.segments import Prompt, Role, Span
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import to_device
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, LoadingChunk, WaitInterval
+from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, WaitInterval
+from qcfuse_rag.runtime.loading.source import LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.rows import ReaderBias
 from qcfuse_rag.runtime.runner import ModelRunner

@@ -30,7 +30,8 @@ from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferOpener
-from qcfuse_rag.runtime.loading.layer_loader import LateMissError, LayerLoader, LoadingChunk
+from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
+from qcfuse_rag.runtime.loading.source import LateMissError, LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.backends.base import KVStore

@@ -4,76 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from qcfuse_rag.store.blocks import KINDS, Blocks, PreloadedBlocks, SlabBlocks, TensorBlocks
 from qcfuse_rag.store.low_rank import RANKS, factorize, multiply_factors
 from qcfuse_rag.store.provenance import Context, Facts, check_provenance
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers, dequantize, quantize, side_block
 
 RANKING = "ranking"
-KINDS = ("key", "value")
-ALIGNMENT = 256
-"""Bytes; kernels and every dtype can read a block at such an offset."""
-
-
-class Blocks(Mapping[str, Tensor]):
-    """Named tensors of a chunk; rows are tokens where tokens are the first dimension."""
-
-    @abstractmethod
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows `start <= r < stop` of a block; a store reads only the pieces they are in."""
-
-
-class TensorBlocks(Blocks):
-    """Blocks in memory."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows of a block, a view."""
-        return self._tensors[name][start:stop]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-class PreloadedBlocks(Blocks):
-    """Blocks of which some are read at once and kept in memory, whether or not the store caches them.
-
-    Made for probes, which run when it is too late to wait for the store or to drop the chunk.
-    """
-
-    def __init__(self, blocks: Blocks, names: Iterable[str]) -> None:
-        self._blocks = blocks
-        self._preloaded = {name: blocks[name] for name in names}
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows of a block."""
-        block = self._preloaded.get(name)
-        return self._blocks.rows(name, start, stop) if block is None else block[start:stop]
-
-    def __getitem__(self, name: str) -> Tensor:
-        block = self._preloaded.get(name)
-        return self._blocks[name] if block is None else block
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._blocks)
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,12 +113,14 @@ class ChunkKV:
         return self.blocks[RANKING][:, : math.ceil(ratio * self.n_tokens)].to(torch.int64).sort().values
 
     def ready_to_probe(self) -> ChunkKV:
-        """Return the same chunk with the blocks that probes need, its ranking and its extras, in memory.
+        """Return the chunk with the blocks that probes need, its ranking and its extras, in memory.
 
         Raises:
             CorruptEntry: if a block fails its check.
             OSError: if a block cannot be read.
         """
+        if isinstance(self.blocks, SlabBlocks):
+            return self
         return replace(self, blocks=PreloadedBlocks(self.blocks, (RANKING, *self.extras)))
 
     def names(self) -> list[str]:
@@ -204,13 +148,7 @@ class ChunkKV:
         """
         layers = [name for layer in range(self.n_layers) for name in self.layer_names(layer)]
         blocks = {name: self.blocks[name] for name in (RANKING, *self.extras, *layers)}
-        stops = list(accumulate(-(-block.nbytes // ALIGNMENT) * ALIGNMENT for block in blocks.values()))
-        memory = torch.empty(stops[-1], dtype=torch.uint8, device=device, pin_memory=pinned)
-        tensors = {}
-        for (name, block), start in zip(blocks.items(), (0, *stops), strict=False):
-            tensors[name] = memory[start : start + block.nbytes].view(block.dtype).view(block.shape)
-            tensors[name].copy_(block)
-        return self.with_blocks(tensors, self.numbers)
+        return replace(self, blocks=SlabBlocks.copy_of(blocks, self.n_layers, device=device, pinned=pinned))
 
     def with_blocks(self, tensors: dict[str, Tensor], numbers: str) -> ChunkKV:
         """Return the same chunk with other blocks."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from qcfuse_rag.store.chunk import RANKING, Blocks, ChunkKV
+from qcfuse_rag.store.blocks import Blocks
+from qcfuse_rag.store.chunk import RANKING, ChunkKV
 
 
 class SlicedBlocks(Blocks):

@@ -1,6 +1,6 @@
 """The first minutes on a GPU, in one process: what fails most likely and is checked most cheaply comes first.
 
-    python -m tests.gpu.check OUT.json [--shape qwen3-8b] [--seconds 430] [--dry-run]
+    python -m tests.gpu.check OUT.json [--shape qwen3-8b] [--model FILE] [--steps NAMES] [--seconds 430] [--dry-run]
 
 Each step prints figures and reasons, and what it found is written to the file before the next begins. A step that
 fails does not end the others; a step for which too little time is left is not begun. With `--dry-run`, the steps that
@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.errors import ModelNotFound
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.evaluation.speed.measure import SpeedOptions, random_prompt, run_speed
 from qcfuse_rag.evaluation.speed.shapes import random_model
 from qcfuse_rag.evaluation.speed.tiers import fill, open_tiers
@@ -55,12 +55,16 @@ class Check:
     Attributes:
         shape: name of the shape of the model with random weights.
         folder: for further files.
+        model: a real model; None for the default one.
+        contexts: tokens of the prompts of `speed`.
         simulated: the simulated device, or None on a real one.
         results: by step.
     """
 
     shape: str
     folder: Path
+    model: str | None = None
+    contexts: tuple[int, ...] = (4096, 10240, 32768)
     simulated: Any = None
     results: dict[str, Any] = field(default_factory=dict)
 
@@ -126,13 +130,18 @@ def kernels(check: Check) -> dict[str, Any]:
 
 def recorded_real(check: Check) -> dict[str, Any]:
     """Record passes and steps of a real model: random weights multiply rounding errors less."""
-    from qcfuse_rag.bundled import default_model
+    return _recorded(LanguageModel.load(_real_model(check), device="cuda", dtype="bfloat16"), check)
 
-    try:
-        model = default_model()
-    except ModelNotFound as error:
-        return {"no model": str(error)}
-    return _recorded(LanguageModel.load(model, device="cuda", dtype="bfloat16"), check)
+
+def engine(check: Check) -> dict[str, Any]:
+    """Answer questions with a real model, as users do."""
+    from tests.gpu.engine_check import measure_engine
+
+    return {dtype: measure_engine(_real_model(check), "cuda", dtype) for dtype in ("bfloat16", "float32")}
+
+
+def _real_model(check: Check) -> str:
+    return check.model or default_model()
 
 
 def recorded(check: Check) -> dict[str, Any]:
@@ -199,7 +208,7 @@ def speed(check: Check) -> dict[str, Any]:
     from qcfuse_rag.evaluation.quality.configurations import configurations
 
     options = SpeedOptions(
-        contexts=(4096, 10240, 32768),
+        contexts=check.contexts,
         methods=tuple(configurations(METHODS)[1:]),
         tiers=("pinned", "device"),
         numbers=("model", "int8"),
@@ -241,6 +250,7 @@ STEPS = (
     Step(versions, 5, dry=True),
     Step(kernels, 25, dry=True),
     Step(recorded_real, 40),
+    Step(engine, 40),
     Step(recorded, 40, dry=True),
     Step(loading, 60, dry=True),
     Step(speed, 200),
@@ -254,26 +264,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--model", help="a real model; the default model if none is named")
+    parser.add_argument("--steps", default=",".join(step.run.__name__ for step in STEPS))
+    parser.add_argument("--contexts", default="4096,10240,32768", help="tokens of the prompts of `speed`")
     parser.add_argument("--seconds", type=float, default=430)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="  %(message)s")
     logging.getLogger("qcfuse_rag").setLevel(logging.INFO)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    check, end = Check(options.shape, options.out.parent), time.perf_counter() + options.seconds
+    contexts = tuple(map(int, options.contexts.split(",")))
+    check = Check(options.shape, options.out.parent, options.model, contexts)
+    end = time.perf_counter() + options.seconds
     with ExitStack() as stack:
         if options.dry_run:
             check.simulated = _simulated(stack)
-        failed = _run_steps(check, options.out, end)
+        failed = _run_steps(check, options.steps.split(","), options.out, end)
         check.__dict__.pop("lm", None)  # no tensor may stay on a simulated device
         broken = check.simulated.broken if check.dry else []
     print(*broken, sep="\n")
     return int(failed or bool(broken))
 
 
-def _run_steps(check: Check, out: Path, end: float) -> int:
+def _run_steps(check: Check, names: Sequence[str], out: Path, end: float) -> int:
     failed = 0
-    for step in STEPS:
+    for step in (step for step in STEPS if step.run.__name__ in names):
         name, left, began = step.run.__name__, end - time.perf_counter(), time.perf_counter()
         print(f"== {name}", flush=True)
         if check.dry and not step.dry:

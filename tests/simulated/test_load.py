@@ -16,11 +16,11 @@ from qcfuse_rag.engine.first_passes import run_first_passes
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
-from qcfuse_rag.runtime.kernels.placement import PlacementBlock
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
-from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, LoadingChunk
+from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
+from qcfuse_rag.runtime.loading.source import LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
-from qcfuse_rag.store.chunk import KINDS, ChunkKV
+from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.testing import example_key
 from tests.simulated.cuda import moved
@@ -71,18 +71,18 @@ def test_the_first_passes_make_the_link_and_compile_for_the_stores_format(
     from qcfuse_rag.runtime.kernels import placement  # needs Triton
 
     links, formats = list[object](), set[object]()
-    make_link, place = TransferLink.__init__, placement.place_blocks
+    make_link, place = TransferLink.__init__, placement.launch_table
 
     def linked(link: TransferLink, *args: Any) -> None:
         links.append(link)
         make_link(link, *args)
 
-    def placed(blocks: Any, *rest: Any) -> None:
-        formats.update(block.stored.dtype for block in blocks)
-        place(blocks, *rest)
+    def placed(entries: Any, form: Any, *rest: Any) -> None:
+        formats.add(form.dtype)
+        place(entries, form, *rest)
 
     monkeypatch.setattr(TransferLink, "__init__", linked)
-    monkeypatch.setattr(placement, "place_blocks", placed)
+    monkeypatch.setattr(placement, "launch_table", placed)
     monkeypatch.setattr("qcfuse_rag.engine.first_passes._prompt_shapes", lambda lm: [(2, 8, 0.1)])
     engine = make_engine(
         LanguageModel.wrap(moved(build_model("llama"), device), tokenizer), MemoryStore(numbers="int8")
@@ -103,7 +103,7 @@ def test_loading_is_timed_by_the_path_that_requests_take(
     def copied(*_: Any, **__: Any) -> None:
         raise AssertionError("no request on a GPU copies so")
 
-    monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.copy_layer", copied)
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.block_source.copy_layer", copied)
     lm = LanguageModel.wrap(moved(build_model("llama", num_hidden_layers=2), device), tokenizer)
     engine = make_engine(lm, MemoryStore(numbers="int8"))
     engine.warm(PASSAGES, bases=(FRAMED,))
@@ -134,9 +134,8 @@ def test_page_locked_chunks_are_sent_by_few_copies(
     numbers: str, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One allocation for each chunk, and one copy for each chunk and each of four groups of its layers."""
-    pinned, placed, pin = list[Tensor](), list[PlacementBlock](), device.pin
+    pinned, pin = list[Tensor](), device.pin
     monkeypatch.setattr(device, "pin", lambda tensor: pinned.append(tensor) or pin(tensor))
-    monkeypatch.setattr("qcfuse_rag.runtime.kernels.placement.place_blocks", lambda blocks, _: placed.extend(blocks))
     n_chunks, n_layers, n_tokens, shape = 5, 36, 2, KVShape(1, 16, 16)
     store, generator = MemoryStore(pinned=True, numbers=numbers), torch.Generator().manual_seed(0)
     for number in range(n_chunks):
@@ -146,18 +145,19 @@ def test_page_locked_chunks_are_sent_by_few_copies(
         store.put(example_key(number), chunk)
     assert len(pinned) == n_chunks
     chunks = [chunk for number in range(n_chunks) if isinstance(chunk := store.get(example_key(number)), ChunkKV)]
-    gpu, before = torch.device("cuda", 0), device.launched["aten::_to_copy"]
-    loader = LayerLoader(
-        KVBuffer.allocate([shape] * n_layers, n_chunks * n_tokens, dtype=torch.float32, device=gpu),
-        [LayerRope(torch.ones(8))] * n_layers,
-        [LoadingChunk(number * n_tokens, chunk) for number, chunk in enumerate(chunks)],
-        transfer=HostToDevice(TransferLink(gpu)),
-        wait_budget=WaitBudget(None),
-    )
-    loader.wait()
-    assert device.launched["aten::_to_copy"] - before == 4 * n_chunks
-    expected = [chunk.blocks[f"{kind}.{at}"] for at in range(n_layers) for chunk in chunks for kind in KINDS]
-    assert all(torch.equal(block.stored.cpu(), own) for block, own in zip(placed, expected, strict=True))
-    if numbers == "int8":
-        scales = [chunk.blocks[f"{kind}.{at}.scale"] for at in range(n_layers) for chunk in chunks for kind in KINDS]
-        assert all(torch.equal(block.scale.cpu(), own) for block, own in zip(placed, scales, strict=True))
+    gpu = torch.device("cuda", 0)
+
+    def loaded(device: torch.device, transfer: HostToDevice | None) -> KVBuffer:
+        buffer = KVBuffer.allocate([shape] * n_layers, n_chunks * n_tokens, dtype=torch.float32, device=device)
+        ropes = [LayerRope(torch.ones(8))] * n_layers
+        loading = [LoadingChunk(number * n_tokens, chunk) for number, chunk in enumerate(chunks)]
+        LayerLoader(buffer, ropes, loading, transfer=transfer, wait_budget=WaitBudget(None)).wait()
+        return buffer
+
+    expected, link = loaded(torch.device("cpu"), None), HostToDevice(TransferLink(gpu))
+    copies, launches = device.launched["aten::copy_"], device.launched["place"]
+    found = loaded(gpu, link)
+    assert device.launched["aten::copy_"] - copies == 4 * n_chunks
+    assert device.launched["place"] - launches <= 4 * (1 if numbers == "model" else 2)
+    for side, own in ((found.keys, expected.keys), (found.values, expected.values)):
+        assert all(torch.allclose(layer.cpu(), same, atol=1e-6) for layer, same in zip(side, own, strict=True))

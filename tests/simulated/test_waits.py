@@ -59,18 +59,18 @@ def test_transferred_data_on_the_device_stays_within_its_limit(
     prompt, chosen = cpu.prompt(QUESTION, PASSAGES), make_method(method, base=FRAMED)
     expected = cpu.prefill(prompt, method=chosen)
     limit = 2 * expected.report.bytes_loaded // 6
-    in_flight, most, send, release = 0, 0, HostToDevice.send, LayerLoader._release_placed
+    in_flight, most, send, release = 0, 0, HostToDevice.send_spans, LayerLoader._release_placed
     lock, more_than_limit = threading.Lock(), threading.Event()
 
-    def counted(transfer: HostToDevice, tensors: Sequence[Tensor]) -> TransferHandle:
+    def counted(transfer: HostToDevice, spans: Sequence[Tensor]) -> tuple[TransferHandle, list[int]]:
         nonlocal in_flight, most
-        handle = send(transfer, tensors)
+        handle, addresses = send(transfer, spans)
         with lock:
             in_flight += handle.nbytes
             most = max(most, in_flight)
         if most > limit:
             more_than_limit.set()
-        return handle
+        return handle, addresses
 
     def counted_release(loader: LayerLoader) -> None:
         nonlocal in_flight
@@ -83,7 +83,7 @@ def test_transferred_data_on_the_device_stays_within_its_limit(
                 in_flight -= nbytes
 
     seams.bytes_ahead(monkeypatch, limit)
-    monkeypatch.setattr(HostToDevice, "send", counted)
+    monkeypatch.setattr(HostToDevice, "send_spans", counted)
     monkeypatch.setattr(LayerLoader, "_release_placed", counted_release)
     assert_same(gpu.prefill(prompt, method=chosen), expected)
     assert limit < most <= limit + limit // 2, "one layer more: it is sent before the thread waits"

@@ -7,7 +7,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
+from qcfuse_rag.store.blocks import TensorBlocks
+from qcfuse_rag.store.chunk import ChunkKV
 
 
 def damaged(chunk: ChunkKV, block: str) -> ChunkKV:

@@ -61,7 +61,10 @@ engine_has_kernels = _seam(
     "qcfuse_rag.runtime.runner.kernels_available",
     *steps_have_kernels.names,
 )
-placement_support = _seam("qcfuse_rag.runtime.loading.layer_loader.supports_placement")
+placement_support = _seam(
+    "qcfuse_rag.runtime.loading.block_source.supports_placement",
+    "qcfuse_rag.runtime.loading.slab_source.supports_placement",
+)
 kernel_refusal = _seam("qcfuse_rag.runtime.kernels.support.unavailable_reason")
 kernel_check_rows = _seam("qcfuse_rag.runtime.kernels.support.ROWS")
 kernel_check_tokens = _seam("qcfuse_rag.runtime.kernels.support.TOKENS")
@@ -70,7 +73,7 @@ KERNELS = {
     "by table": _seam("qcfuse_rag.runtime.kernels.table_attention.table_attention"),
     "append": _seam("qcfuse_rag.runtime.kernels.table_attention.append_rows"),
     "score": _seam("qcfuse_rag.runtime.kernels.context_score.context_scores"),
-    "place": _seam("qcfuse_rag.runtime.kernels.placement.place_blocks"),
+    "place": _seam("qcfuse_rag.runtime.kernels.placement.launch_table"),
 }
 """Functions that launch kernels, by what tests call them."""
 

@@ -10,18 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qcfuse_rag.models.rope import AngleTables, LayerRope, angles, angles_from, rotate
 from qcfuse_rag.runtime.kernels.launch import block_dim, on_device, triton_type
+from qcfuse_rag.store.blocks import BlockForm
 from qcfuse_rag.store.quantization import dequantize
 
 TOKENS_PER_PROGRAM = 16
-MAX_BLOCKS_PER_LAUNCH = 32768
-"""CUDA allows 65,535 in a grid's third dimension."""
+MAX_BLOCKS_PER_LAUNCH = (64 << 10) // (6 * 8)
+"""CUDA copies up to 64 KiB of ordinary memory without waiting for earlier launches."""
 
 
 @dataclass(slots=True, eq=False)
@@ -163,14 +166,11 @@ def place_blocks(blocks: Sequence[PlacementBlock], tables: AngleTables | None = 
         if groups:
             next(iter(groups.values())).extend(unrotated)
         for group in groups.values() if groups else [unrotated]:
-            for first in range(0, len(group), MAX_BLOCKS_PER_LAUNCH):
-                _launch(group[first : first + MAX_BLOCKS_PER_LAUNCH], tables)
+            _launch(group, tables)
 
 
 def _launch(group: list[PlacementBlock], tables: AngleTables) -> None:
     sample = next((block for block in group if block.rotation is not None), group[0])
-    device = sample.into.device
-    heads, dim = sample.stored.shape[1:]
     entries = [
         (
             block.stored.data_ptr(),
@@ -182,36 +182,53 @@ def _launch(group: list[PlacementBlock], tables: AngleTables) -> None:
         )
         for block in group
     ]
-    # A blocking copy would wait for all earlier launches. CUDA copies up to 64 KiB without waiting.
-    table = torch.tensor(entries, dtype=torch.int64).to(device, non_blocking=True)
-    half, interleaved, cos = 0, False, table
-    sin = cos
-    rope = sample.rotation
-    if rope is not None and rope.inv_freq is not None:
-        half, interleaved = len(rope.inv_freq), rope.interleaved
-        cos, sin = angles_from(tables, rope, 0, sample.into.shape[2], device)
-    by_token = sample.scale is not None and sample.scale.shape[2] == 1
-    longest = max(entry[4] for entry in entries)
-    with on_device(device):
-        place[(triton.cdiv(longest, TOKENS_PER_PROGRAM), heads, len(group))](
-            table,
-            cos,
-            sin,
-            heads,
-            sample.into.stride(1),
-            sample.into.stride(2),
-            STORED=triton_type(sample.stored.dtype),
-            PLACED=triton_type(sample.into.dtype),
-            DIM=dim,
-            HALF=half,
-            BLOCK_DIM=block_dim(dim),
-            BLOCK_HALF=block_dim(max(1, half)),
-            BLOCK_TOKENS=TOKENS_PER_PROGRAM,
-            ALIGNED=all(pointer % 16 == 0 for entry in entries for pointer in (entry[0], entry[2])),
-            SCALED=sample.scale is not None,
-            BY_TOKEN=by_token,
-            INTERLEAVED=interleaved,
-        )
+    scaled, by_token = sample.scale is not None, sample.scale is not None and sample.scale.shape[2] == 1
+    _, heads, dim = sample.stored.shape
+    form = BlockForm(sample.stored.dtype, heads, dim, scaled, by_token)
+    launch_table(np.array(entries, np.int64), form, sample.into, sample.rotation, tables)
+
+
+def launch_table(
+    entries: NDArray[np.int64], form: BlockForm, into: Tensor, rope: LayerRope | None, tables: AngleTables
+) -> None:
+    """Place the blocks of a table.
+
+    Args:
+        entries: `[n, 6]`: addresses of a block's numbers, its scales and the layer of the buffer that it goes into; the
+            position of its first token, its tokens, and whether it rotates.
+        form: of all blocks.
+        into: `[1, H, capacity, D]`, one of the layers; the others have its dtype and strides.
+        rope: the rotation of those that rotate; None if none does.
+        tables: cosines and sines from earlier calls; see `place_blocks`.
+    """
+    device = into.device
+    for first in range(0, len(entries), MAX_BLOCKS_PER_LAUNCH):
+        part = entries[first : first + MAX_BLOCKS_PER_LAUNCH]
+        table = torch.from_numpy(np.ascontiguousarray(part)).to(device, non_blocking=True)
+        half, interleaved, cos, sin = 0, False, table, table
+        if rope is not None and rope.inv_freq is not None:
+            half, interleaved = len(rope.inv_freq), rope.interleaved
+            cos, sin = angles_from(tables, rope, 0, into.shape[2], device)
+        with on_device(device):
+            place[(triton.cdiv(int(part[:, 4].max()), TOKENS_PER_PROGRAM), form.heads, len(part))](
+                table,
+                cos,
+                sin,
+                form.heads,
+                into.stride(1),
+                into.stride(2),
+                STORED=triton_type(form.dtype),
+                PLACED=triton_type(into.dtype),
+                DIM=form.dim,
+                HALF=half,
+                BLOCK_DIM=block_dim(form.dim),
+                BLOCK_HALF=block_dim(max(1, half)),
+                BLOCK_TOKENS=TOKENS_PER_PROGRAM,
+                ALIGNED=not (part[:, (0, 2)] % 16).any(),
+                SCALED=form.scaled,
+                BY_TOKEN=form.by_token,
+                INTERLEAVED=interleaved,
+            )
 
 
 def place_blocks_reference(blocks: Sequence[PlacementBlock]) -> None:

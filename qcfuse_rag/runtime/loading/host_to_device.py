@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.runtime.kernels.support import kernels_available
-from qcfuse_rag.store.chunk import ALIGNMENT
+from qcfuse_rag.store.blocks import ALIGNMENT
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.language_model import LanguageModel
@@ -118,68 +119,44 @@ class HostToDevice:
     def send(self, tensors: Sequence[Tensor]) -> TransferHandle:
         """Start copying tensors to the device.
 
-        Send many at once: locking the link and switching streams takes the host as long as starting a copy. Tensors
-        that follow one another in one allocation of page-locked memory are sent by one copy.
+        Send many at once: locking the link and switching streams takes the host as long as starting a copy.
         """
         link = self._link
         computed = torch.cuda.current_stream(self.device).record_event()  # a chunk may be a sum computed here
-        copies: list[Tensor] = []
         with link.lock, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
-            for run in adjacent(tensors):
-                if run[0].device == self.device:
-                    copies += run
-                elif run[0].is_pinned():
-                    copies += self._start_joint_copy(run)
-                else:
-                    copies += map(self._start_copy, run)
+            copies = [self._start_copy(tensor) for tensor in tensors]
             nbytes = sum(new.nbytes for new, old in zip(copies, tensors, strict=True) if new is not old)
             return TransferHandle(self.device, copies, nbytes, link.stream.record_event(), computed)
 
-    def _start_joint_copy(self, run: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Copy contiguous tensors of one allocation, with what little lies between them."""
-        first, last = _first_byte(run[0]), _first_byte(run[-1]) + run[-1].nbytes
-        joint = torch.empty(0, dtype=torch.uint8).set_(run[0].untyped_storage(), first, (last - first,), (1,))
-        copy = joint.to(self.device, non_blocking=True)
-        for tensor in run:
-            start = _first_byte(tensor) - first
-            yield copy[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    def send_spans(self, spans: Sequence[Tensor]) -> tuple[TransferHandle, list[int]]:
+        """Start copying spans of page-locked memory to the device, into one allocation.
+
+        Args:
+            spans: `[n]` uint8 each, whole multiples of `ALIGNMENT`.
+
+        Returns:
+            The transfer, and the address on the device that each span is copied to.
+        """
+        link, stops = self._link, list(accumulate(map(len, spans)))
+        computed = torch.cuda.current_stream(self.device).record_event()
+        with link.lock, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
+            memory = torch.empty(stops[-1], dtype=torch.uint8, device=self.device)
+            starts = [0, *stops[:-1]]
+            for span, start, stop in zip(spans, starts, stops, strict=True):
+                memory[start:stop].copy_(span, non_blocking=True)
+            handle = TransferHandle(self.device, [memory], len(memory), link.stream.record_event(), computed)
+        return handle, [memory.data_ptr() + start for start in starts]
 
     def _start_copy(self, tensor: Tensor) -> Tensor:
         link = self._link
+        if tensor.device == self.device or tensor.is_pinned():
+            return tensor.to(self.device, non_blocking=True)
         staged = link.ring.copy(tensor)
         if staged is None:
             return tensor.to(self.device)
         copy = staged.to(self.device, non_blocking=True)
         link.ring.hold_until(staged, link.stream.record_event())
         return copy
-
-
-def adjacent(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Split tensors into runs, each of contiguous tensors that follow one another in one allocation of the host."""
-    run: list[Tensor] = []
-    for tensor in tensors:
-        if run and not _follows(tensor, run[-1]):
-            yield run
-            run = []
-        run.append(tensor)
-    if run:
-        yield run
-
-
-def _follows(tensor: Tensor, before: Tensor) -> bool:
-    if tensor.device.type != "cpu" or tensor.device != before.device:
-        return False
-    gap = tensor.data_ptr() - before.data_ptr() - before.nbytes
-    return (
-        0 <= gap < ALIGNMENT
-        and tensor.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-        and tensor.is_contiguous()
-        and before.is_contiguous()
-    )
-
-
-def _first_byte(tensor: Tensor) -> int:
-    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

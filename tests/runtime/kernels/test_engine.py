@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
+from qcfuse_rag.store.blocks import TensorBlocks
+from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import seams
 from tests.support.damage import damaged
@@ -72,6 +73,7 @@ def test_layers_that_have_arrived_are_placed_by_one_launch(
     monkeypatch.setattr(place, "place", watched(place.place, launched))
     seams.transfer(monkeypatch, lambda transfers: Nearby(at_once=at_once))
     seams.growth_of_transfers(monkeypatch, 1)  # each layer is sent alone, as from ordinary memory
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.slabs_by_format", lambda chunks, *_: ([], chunks))
     lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
     fused.load(FRAMED)

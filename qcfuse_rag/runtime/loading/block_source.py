@@ -1,0 +1,116 @@
+"""Load chunks block by block: as a store reads them, and in every format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from torch import Tensor
+
+from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.models.rope import AngleTables, LayerRope
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.kernels.support import supports_placement
+from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
+from qcfuse_rag.runtime.loading.source import LateMissError, LoadingChunk, SentLayers
+from qcfuse_rag.runtime.placement import copy_layer, stage_layer
+from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.quantization import side_block
+
+
+class BlockSource:
+    """A `LayerSource` of chunks behind a store, or in memory.
+
+    To read blocks takes longer than to start their copies, so each layer is sent as soon as it is read.
+
+    Args:
+        buffer: receives the chunks.
+        ropes: rotation of each layer.
+        chunks: the chunks.
+        transfer: copies the blocks to the buffer's device; None if placement does so.
+    """
+
+    def __init__(
+        self,
+        buffer: KVBuffer,
+        ropes: Sequence[LayerRope],
+        chunks: Sequence[LoadingChunk],
+        transfer: HostToDevice | None,
+    ) -> None:
+        self._buffer: KVBuffer | None = buffer
+        self._ropes, self._chunks, self._transfer = ropes, chunks, transfer
+        self._blocks: list[dict[str, Tensor]] = [{} for _ in chunks]  # read and not placed yet, by name
+        self._read_chunks = [
+            loading.chunk.with_blocks(blocks, loading.chunk.numbers)
+            for loading, blocks in zip(chunks, self._blocks, strict=True)
+        ]
+        self._angles: AngleTables = {}
+        self._stopped = False
+
+    @property
+    def starts(self) -> list[int]:
+        """Positions of the chunks."""
+        return [loading.start for loading in self._chunks]
+
+    @property
+    def joins_layers(self) -> bool:
+        """Whether layers that have arrived are placed by the same launch.
+
+        Without a placement kernel no launch is saved, and keys are best placed just before they are used. Low-rank
+        blocks grow to full size when they are placed, and there is memory for one layer of those.
+        """
+        return all(
+            self._uses_kernel(loading.chunk.numbers) and side_block(loading.chunk.numbers) != "basis"
+            for loading in self._chunks
+        )
+
+    def read(self, layers: range) -> SentLayers:
+        """Read the blocks of some layers and start to send them."""
+        read: list[tuple[dict[str, Tensor], str, Tensor]] = []
+        for loading, blocks in zip(self._chunks, self._blocks, strict=True):
+            if self._stopped:
+                break
+            try:
+                names = (name for layer in layers for name in loading.chunk.layer_names(layer))
+                read += [(blocks, name, loading.chunk.blocks[name]) for name in names]
+            except Exception as error:  # a pass may be waiting, whatever the error is
+                corrupt = isinstance(error, CorruptEntry)
+                miss = Miss(str(error) if corrupt else f"cannot be read: {error}")
+                raise LateMissError({loading.start: miss}, [loading.start] if corrupt else []) from error
+        sent = None if self._transfer is None else self._transfer.send([tensor for _, _, tensor in read])
+        tensors = [tensor for _, _, tensor in read] if sent is None else sent.tensors
+        for (blocks, name, _), tensor in zip(read, tensors, strict=True):
+            blocks[name] = tensor
+        return layers, sent
+
+    def place(self, sent: Sequence[SentLayers]) -> int:
+        """Place layers that have been read."""
+        buffer, staged, nbytes = self._buffer, [], 0
+        assert buffer is not None
+        for layers, transfer in sent:
+            if transfer is not None:
+                transfer.receive()
+            for layer, (loading, chunk) in product(layers, zip(self._chunks, self._read_chunks, strict=True)):
+                try:
+                    if self._uses_kernel(chunk.numbers):
+                        staged += stage_layer(buffer, loading.start, chunk, layer, rope=self._ropes[layer])
+                    else:
+                        copy_layer(buffer, loading.start, chunk, layer, rope=self._ropes[layer], tables=self._angles)
+                except (RuntimeError, ValueError) as error:  # the blocks do not match the chunk's header
+                    raise LateMissError({loading.start: Miss(f"cannot be read: {error}")}) from error
+            for blocks, loading in zip(self._blocks, self._chunks, strict=True):
+                names = [name for layer in layers for name in loading.chunk.layer_names(layer)]
+                nbytes += sum(blocks.pop(name).nbytes for name in names)
+        if staged:
+            from qcfuse_rag.runtime.kernels.placement import place_blocks
+
+            place_blocks(staged, self._angles)
+        return nbytes
+
+    def stop(self) -> None:
+        """Drop what would keep memory alive, and read nothing more."""
+        self._stopped, self._buffer = True, None
+        self._angles.clear()
+
+    def _uses_kernel(self, numbers: str) -> bool:
+        return self._transfer is not None and supports_placement(numbers, self._transfer.device)
