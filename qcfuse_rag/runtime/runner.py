@@ -56,6 +56,9 @@ class ModelRunner:
         if load_limit_s is not None and load_limit_s <= 0:
             raise ValueError(f"the most seconds to wait for a store must be positive or None, got {load_limit_s}")
         self.lm, self.store = lm, store
+        if lm.device.type == "cuda":
+            for tier in store.tiers:
+                tier.page_lock()
         self.load_limit_s, self.overlap = load_limit_s, overlap
         self.prefills = PrefillRunner(lm, candidate_views=leanest_first)
         self.decodes = DecodeRunner(lm, candidate_views=leanest_first)

@@ -16,6 +16,7 @@ import torch._dynamo  # imported before anything is replaced; torch imports it o
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from qcfuse_rag.runtime.loading import host_to_device
 from tests.simulated.device import Device
 from tests.simulated.graph import Graph
 from tests.simulated.kernels import watched_kernels
@@ -106,6 +107,7 @@ def _replaced(device: Device) -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "pin_memory", lambda self, *args: device.pin(self.clone())
     for name in ("tensor", "as_tensor"):
         yield torch, name, _maker(getattr(torch, name))
+    yield host_to_device, "copy_bytes", lambda target, source: target.copy_(source)
     yield threading.Thread, "run", _running(device, threading.Thread.run)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
 from qcfuse_rag.runtime.loading.source import LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.store.testing import example_key
+from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
 from tests.support.engines import make_engine
@@ -161,3 +163,31 @@ def test_page_locked_chunks_are_sent_by_few_copies(
     assert device.launched["place"] - launches <= 4 * (1 if numbers == "model" else 2)
     for side, own in ((found.keys, expected.keys), (found.values, expected.values)):
         assert all(torch.allclose(layer.cpu(), same, atol=1e-6) for layer, same in zip(side, own, strict=True))
+
+
+def test_memory_tiers_of_an_engine_on_a_gpu_are_page_locked(
+    device: Device, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """From the folder that users name, too; a store that was told not to stays as it is."""
+    lm = LanguageModel.wrap(moved(build_model("llama"), device), tokenizer)
+    for store, locked in ((open_store(tmp_path), True), (MemoryStore(), True), (MemoryStore(pinned=False), False)):
+        engine = make_engine(lm, store)
+        engine.warm(PASSAGES[:1], bases=(FRAMED,))
+        [key] = engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[0]), (FRAMED,))
+        chunk = store.get(key)
+        assert isinstance(chunk, ChunkKV)
+        assert chunk.blocks["key.0"].is_pinned() == locked
+        store.close()
+
+
+def test_entries_that_cannot_be_page_locked_are_kept_all_the_same(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(tensor: Tensor) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(device, "pin", refused)
+    store = MemoryStore(pinned=True)
+    store.put(example_key(), example_chunk())
+    assert isinstance(store.get(example_key()), ChunkKV)
+    assert "kept in ordinary memory" in caplog.text

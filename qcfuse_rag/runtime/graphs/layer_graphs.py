@@ -202,6 +202,7 @@ class _LayerReplay:
         self._layers, self._hidden = layers, hidden
         self._plan, self._buffer = plan, buffer
         self._copied: dict[int, Tensor] = {}
+        self._given: dict[tuple[int, ...], object] = {}
         self._ran = 0
 
     def check_complete(self, depth: int) -> None:
@@ -216,13 +217,7 @@ class _LayerReplay:
         recorded = self._layers[layer]
         if layer == 0:
             self._hidden[0].copy_(hidden)
-        inputs = list(_tensors((args, kwargs)))
-        if [tensor.shape for tensor in inputs] != [tensor.shape for tensor in recorded.inputs]:
-            raise GraphMismatch
-        for target, source in zip(recorded.inputs, inputs, strict=True):
-            if self._copied.get(id(target)) is not source:
-                self._copied[id(target)] = source
-                target.copy_(source)
+        self._copy_inputs(recorded.inputs, (*args, *kwargs.values()))
         recorded.replay()
         self._ran += 1
         observe, snapshot = self._plan.observe, recorded.snapshot
@@ -231,6 +226,24 @@ class _LayerReplay:
             key = self._buffer.keys[layer][:, :, : self._plan.length]
             observe(layer, query, key, snapshot.params)
         return self._hidden[1 - layer % 2]
+
+    def _copy_inputs(self, targets: list[Tensor], given: tuple[Any, ...]) -> None:
+        """Copy what the layer is given to where it reads it, unless a layer before was given the same objects.
+
+        Raises:
+            GraphMismatch: if it is given other tensors than when it was recorded.
+        """
+        same = (*map(id, targets), *map(id, given))
+        if same in self._given:
+            return
+        self._given[same] = given  # alive, so that no other object has its identity
+        inputs = list(_tensors(given))
+        if [tensor.shape for tensor in inputs] != [tensor.shape for tensor in targets]:
+            raise GraphMismatch
+        for target, source in zip(targets, inputs, strict=True):
+            if self._copied.get(id(target)) is not source:
+                self._copied[id(target)] = source
+                target.copy_(source)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,13 +56,23 @@ class PinnedRing:
         start, self._next = self._next, self._next + size
         while any(first < start + size and start < last for first, last, _ in self._in_use):
             self._in_use.popleft()[2].synchronize()
-        staged = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return staged.copy_(tensor)
+        staged = self._memory[start : start + tensor.nbytes]
+        copy_bytes(staged, tensor.contiguous().view(-1).view(torch.uint8))
+        return staged.view(tensor.dtype).view(tensor.shape)
 
     def hold_until(self, staged: Tensor, done: CopyEvent) -> None:
         """Keep a copy that `copy` returned until the device is done with it."""
         start = staged.data_ptr() - self._memory.data_ptr()
         self._in_use.append((start, start + _aligned_size(staged), done))
+
+
+def copy_bytes(target: Tensor, source: Tensor) -> None:
+    """Copy bytes in host memory, in this thread.
+
+    Torch divides a copy among all threads, which wait longer for each other than the copy takes: .6 ms for 50 KB on 16
+    processors of a virtual machine (2026-11-26).
+    """
+    np.copyto(target.numpy(), source.numpy())
 
 
 def _aligned_size(tensor: Tensor) -> int:

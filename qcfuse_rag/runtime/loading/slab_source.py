@@ -47,9 +47,7 @@ class SlabSource:
         self._memories: list[Tensor] = [memory for memory, _ in slabs]
         self._layouts: list[SlabLayout] = [layout for _, layout in slabs]
         self._forms = self._layouts[0].forms
-        self._offsets = np.stack([layout.offsets for layout in self._layouts])
-        self._tokens = np.array([[loading.start, loading.chunk.n_tokens] for loading in chunks])
-        self._into = np.array([[side[layer].data_ptr() for side in _sides(buffer)] for layer in range(len(ropes))])
+        self._entries = self._all_entries(buffer, chunks)
         self._on_device = self._memories[0].device == transfer.device
         self._bases: dict[int, NDArray[np.int64]] = {}  # of each chunk's allocation, by the first layer that was sent
         self._angles: AngleTables = {}
@@ -77,29 +75,31 @@ class SlabSource:
         for memory in self._memories:  # a store may drop a chunk while it is being placed
             if memory.is_cuda:
                 memory.record_stream(torch.cuda.current_stream(memory.device))
-        entries = {layer: rows for layers, _ in sent for layer, rows in self._entries(layers)}
-        sides = _sides(buffer)
-        for form, rope, blocks in self._launches(list(entries)):
-            table = np.concatenate([entries[layer][kind] for layer, kind in blocks])
+        for layers, _ in sent:
+            addresses = self._entries[layers.start : layers.stop, :, :, :2]
+            addresses += np.where(addresses < 0, 1, self._bases.pop(layers.start)[:, None])  # 0 if there are no scales
+        placed, sides = [layer for layers, _ in sent for layer in layers], _sides(buffer)
+        for form, rope, blocks in self._launches(placed):
+            table = np.concatenate([self._entries[layer, kind] for layer, kind in blocks])
             layer, kind = blocks[0]
             launch_table(table, form, sides[kind][layer], rope, self._angles)
-        return sum(layout.sizes[layer] for layout in self._layouts for layer in entries)
+        return sum(layout.sizes[layer] for layout in self._layouts for layer in placed)
 
     def stop(self) -> None:
         """Drop what would keep memory alive."""
         self._buffer = None
         self._angles.clear()
 
-    def _entries(self, layers: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield each layer with its rows of the table, `[2, n_chunks, 6]`; see `launch_table`."""
-        base = self._bases.pop(layers.start)[:, None, None]
-        for layer in layers:
-            offsets = self._offsets[:, layer]
-            rows = np.empty((len(KINDS), len(offsets), 6), np.int64)
-            addresses = np.where(offsets < 0, 0, offsets + base).transpose(1, 0, 2)
-            rows[..., :2], rows[..., 2], rows[..., 3:5] = addresses, self._into[layer][:, None], self._tokens
-            rows[..., 5] = [[self._rotation(layer) is not None], [False]]
-            yield layer, rows
+    def _all_entries(self, buffer: KVBuffer, chunks: Sequence[LoadingChunk]) -> NDArray[np.int64]:
+        """Return the rows of all tables, `[n_layers, 2, n_chunks, 6]`, with offsets instead of addresses to read."""
+        entries = np.empty((len(self._ropes), len(KINDS), len(chunks), 6), np.int64)
+        entries[..., :2] = np.stack([layout.offsets for layout in self._layouts], axis=2)
+        for kind, side in enumerate(_sides(buffer)):
+            entries[:, kind, :, 2] = [[layer.data_ptr()] for layer in side]
+        entries[..., 3:5] = [[loading.start, loading.chunk.n_tokens] for loading in chunks]
+        entries[..., 5] = 0
+        entries[:, 0, :, 5] = [[rope.inv_freq is not None] for rope in self._ropes]
+        return entries
 
     def _launches(self, layers: Sequence[int]) -> Iterator[tuple[BlockForm, LayerRope | None, list[tuple[int, int]]]]:
         """Yield what to place by one launch: blocks, as layer and kind, of one form and rotation.
@@ -142,12 +142,13 @@ def slabs_by_format(
             and supports_placement(loading.chunk.numbers, transfer.device)
             and (blocks.memory.device == transfer.device or blocks.memory.is_pinned())
             and blocks.layout.n_tokens == loading.chunk.n_tokens <= buffer.capacity - loading.start
-            and _fits(blocks.layout.forms, buffer)
         ):
             groups.setdefault((blocks.memory.device, blocks.layout.forms), []).append(loading)
         else:
             others.append(loading)
-    return list(groups.values()), others
+    fitting = [group for (_, forms), group in groups.items() if _fits(forms, buffer)]
+    others += [loading for (_, forms), group in groups.items() if not _fits(forms, buffer) for loading in group]
+    return fitting, others
 
 
 def _slab(loading: LoadingChunk) -> tuple[Tensor, SlabLayout]:

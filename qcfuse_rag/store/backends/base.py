@@ -183,6 +183,9 @@ class KVStore(ABC):
         """The stores this one consists of, nearest first."""
         return [self]
 
+    def page_lock(self) -> None:  # noqa: B027 - most stores keep no tensors
+        """Page-lock entries in host memory from now on, so that a GPU reads them faster; for stores that keep some."""
+
     @property
     def encrypted(self) -> bool:
         """Whether entries outside of this process's memory are encrypted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,8 @@ from qcfuse_rag.store.backends.hints import EXPECTED, Hints
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -34,7 +37,8 @@ class MemoryStore(KVStore):
     Args:
         limit_bytes: most bytes it may take.
         device: `cpu`, or a GPU such as `cuda:0` for chunks that are used all the time.
-        pinned: page-lock host memory, from which a GPU reads fastest; needs CUDA.
+        pinned: page-lock host memory, from which a GPU reads fastest; needs CUDA. None leaves it to the engine, which
+            does so if its model is on a GPU. Torch rounds such memory up to powers of two.
         numbers: format of entries, see `store.quantization`.
         eviction: `lru`, `lfu` or `cost`, see `store.backends.eviction`.
         ttl_s: seconds after which a chunk without an expiry expires, or None.
@@ -48,7 +52,7 @@ class MemoryStore(KVStore):
         limit_bytes: int = 2 << 30,
         *,
         device: str = "cpu",
-        pinned: bool = False,
+        pinned: bool | None = None,
         numbers: str = LOSSLESS,
         eviction: str = "lru",
         ttl_s: float | None = None,
@@ -63,6 +67,11 @@ class MemoryStore(KVStore):
         self._hints = Hints()
         self._size = self._hits = self._misses = self._evicted = self._discarded = 0
         self._lock = threading.Lock()
+
+    def page_lock(self) -> None:
+        """Page-lock the host memory of entries from now on, unless the store was told whether to."""
+        if self._pinned is None and self._device.type == "cpu":
+            self._pinned = True
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk or a miss."""
@@ -86,7 +95,7 @@ class MemoryStore(KVStore):
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Store a copy of the chunk."""
-        copied = to_store_format(chunk.with_ttl(self.ttl_s), self.numbers).copied(self._device, pinned=self._pinned)
+        copied = self._copied(to_store_format(chunk.with_ttl(self.ttl_s), self.numbers))
         size = copied.nbytes
         usage = EntryUsage(size, float(chunk.n_tokens) if saved_ms is None else saved_ms, 1.0, time.time())
         with self._lock:
@@ -105,6 +114,16 @@ class MemoryStore(KVStore):
                 self._evicted += 1
             self._entries[key.address] = MemoryEntry(key, copied, usage, pinned)
             self._size += size
+
+    def _copied(self, chunk: ChunkKV) -> ChunkKV:
+        """Copy a chunk to where this store keeps it; into ordinary memory if no more can be page-locked."""
+        if self._pinned:
+            try:
+                return chunk.copied(self._device, pinned=True)
+            except RuntimeError as error:
+                LOG.warning("entries are kept in ordinary memory, which a GPU reads more slowly: %s", error)
+                self._pinned = False
+        return chunk.copied(self._device)
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
         """Remove an entry."""
