@@ -1,4 +1,4 @@
-"""A view of a model whose norms, rotations and gates are a kernel each, for passes that are recorded.
+"""A view of a model whose norms, rotations, gates and joint projections are a kernel each, for recorded passes.
 
 Nothing of the model is changed: the view shares its weights, see `decoder_view`, and what is put in a module's place
 was compared with it on random numbers before. What is not known, or comes out otherwise, stays the model's own.
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
+from qcfuse_rag.runtime.fused_layers.joint_projection import PROJECTIONS, joint_projections
 from qcfuse_rag.runtime.fused_layers.likeness import same
 from qcfuse_rag.runtime.model_views import ModuleProxy
 
@@ -28,14 +28,12 @@ GATED = {"gate_proj", "up_proj", "down_proj"}
 """What transformers' models call the parts of a gated feed-forward network."""
 ROTATION = "apply_rotary_pos_emb"
 """What transformers' models call the function by which their attention rotates."""
-FUSED_NORM = "_fused_rms_norm"
-"""Torch's norm in one kernel, by which newer versions compute `torch.nn.functional.rms_norm`."""
 CAPTURING = "transformers.utils.output_capturing"
 SMALL, LARGE, REPEATS = (0.002, 0.03), (1.0, 30.0), 18
 """Scales of rows to compare with, small where norms add something to a mean square, large where gates may be cut off;
 so many times that they are more than one program's."""
-ROWS = 3
-"""To be rotated."""
+ROWS, FEW = 3, 16
+"""Rows to rotate, and to project together."""
 
 LOG = logging.getLogger(__name__)
 
@@ -69,30 +67,33 @@ class LeanNorm(ModuleProxy):
         norm = self.norm
         if kwargs or len(args) != 1 or args[0].shape[-1] != len(norm.weight):
             return self.inner(*args, **kwargs)
-        if not norm.offset and hasattr(torch, FUSED_NORM):
-            return functional.rms_norm(args[0], norm.weight.shape, norm.weight, norm.eps)
         return normalized(args[0], norm)
 
 
 class LeanGate(ModuleProxy):
-    """A gated feed-forward network whose gate is one kernel.
+    """A gated feed-forward network whose gate is one kernel, of a few rows together with the products before it.
 
     Args:
         inner: the model's own.
         activation: see `pointwise.ACTIVATIONS`.
+        few: whether to compute the products of a few rows too.
     """
 
-    def __init__(self, inner: nn.Module, activation: str) -> None:
+    def __init__(self, inner: nn.Module, activation: str, *, few: bool) -> None:
         super().__init__(inner)
-        self.activation = activation
+        self.activation, self._few = activation, few
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model's own does."""
         from qcfuse_rag.runtime.fused_layers.pointwise import gated
+        from qcfuse_rag.runtime.fused_layers.skinny_products import gate_projected, takes
 
         if kwargs or len(args) != 1:
             return self.inner(*args, **kwargs)
         parts: Any = self.inner
+        weights = parts.gate_proj.weight, parts.up_proj.weight
+        if self._few and takes(args[0], weights):
+            return parts.down_proj(gate_projected(args[0], *weights, self.activation))
         return parts.down_proj(gated(parts.gate_proj(args[0]), parts.up_proj(args[0]), self.activation))
 
 
@@ -138,6 +139,7 @@ class _Leaning:
     def _inside(self, module: nn.Module) -> nn.Module:
         parts = {name: None if child is None else self.view(child) for name, child in module._modules.items()}
         forward = self._forward(module)
+        parts |= self._joint(module)
         if forward is None and all(parts[name] is child for name, child in module._modules.items()):
             return module
         self.spared["rotations"] += forward is not None
@@ -159,7 +161,11 @@ class _Leaning:
         first = getattr(module, "gate_proj", None)
         if not isinstance(first, nn.Linear) or set(module._modules) - {"act_fn"} != GATED:
             return None
-        tried = (LeanGate(module, activation) for activation in ACTIVATIONS)
+        products = [part for name, part in module._modules.items() if name in GATED - {"down_proj"}]
+        bare = all(is_product(part) and part.bias is None for part in products if part is not None)
+        tried = (
+            LeanGate(module, name, few=few) for name in ACTIVATIONS for few in ((True, False) if bare else (False,))
+        )
         return self._first("gates", module, tried, LARGE, first.in_features)
 
     def _first(
@@ -171,9 +177,25 @@ class _Leaning:
         """
         factors = torch.tensor(scales, device=self._device).repeat(REPEATS)[None, :, None]
         given = ((1 + self._random(1, factors.shape[1], channels).float()) * factors).to(self._dtype)
-        found = next((one for one in tried if same(own, one, given)), None)
+        found = next((one for one in tried if same(own, one, given) and same(own, one, given[:, :FEW])), None)
         self.spared[kind] += found is not None
         return found
+
+    def _joint(self, module: nn.Module) -> dict[str, nn.Module]:
+        """Return views of an attention's projections that compute a few rows together; none if that is not known."""
+        from qcfuse_rag.runtime.fused_layers.skinny_products import takes
+
+        own = [module._modules.get(name) for name in PROJECTIONS]
+        linears = [part for part in own if isinstance(part, nn.Linear) and is_product(part)]
+        if len(linears) < len(PROJECTIONS) or len({linear.bias is None for linear in linears}) > 1:
+            return {}
+        views, rows = joint_projections(linears), self._random(1, FEW, linears[0].in_features)
+        if not takes(rows, [linear.weight for linear in linears]) or not same(
+            lambda x: tuple(part(x) for part in linears), lambda x: tuple(part(x) for part in views), rows
+        ):
+            return {}
+        self.spared["projections"] += 1
+        return dict(zip(PROJECTIONS, views, strict=True))
 
     def _forward(self, module: nn.Module) -> types.FunctionType | None:
         """Return a module's forward that rotates by a kernel, or None if it rotates otherwise or not at all."""
@@ -220,6 +242,11 @@ def changed(module: nn.Module) -> bool:
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return "forward" in vars(module) or any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks)
+
+
+def is_product(module: nn.Module) -> bool:
+    """Return whether a module is a matrix product, perhaps with a bias, and nothing else."""
+    return type(module) is nn.Linear and not changed(module)
 
 
 def seeing(forward: types.FunctionType, **others: Any) -> types.FunctionType:

@@ -139,20 +139,26 @@ def rotate(
 
 
 @triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """Return the activation of gates in float32: GELU by tanh, or SiLU."""
+    if GELU:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # twice the argument of tanh
+        opened = gate * (1.0 - 1.0 / (tl.exp(inner) + 1.0))
+    else:
+        opened = gate / (1.0 + tl.exp(-gate))
+    return opened
+
+
+@triton.jit
 def gate(gates, values, out, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply values by what an activation makes of gates: GELU by tanh, or SiLU.
+    """Multiply values by the activation of gates.
 
     Triton compiles two variants: that `n` is a multiple of 16 lets programs load and store 128 bits at a time.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wide = tl.load(gates + at, mask=at < n, other=0.0).to(tl.float32)
-    if GELU:
-        inner = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)  # twice what tanh is taken of
-        opened = wide * (1.0 - 1.0 / (tl.exp(inner) + 1.0))
-    else:
-        opened = wide / (1.0 + tl.exp(-wide))
     value = tl.load(values + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(out + at, (opened * value).to(out.dtype.element_ty), mask=at < n)
+    tl.store(out + at, (activated(wide, GELU) * value).to(out.dtype.element_ty), mask=at < n)
 
 
 def normalized(x: Tensor, norm: Norm) -> Tensor:

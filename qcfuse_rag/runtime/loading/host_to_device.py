@@ -52,16 +52,23 @@ class PinnedRing:
         if size > len(self._memory):
             return None
         if self._next + size > len(self._memory):
+            self._await_oldest(self._next, len(self._memory))  # of the lap before, or they would hide this lap's
             self._next = 0
         start, self._next = self._next, self._next + size
-        while any(first < start + size and start < last for first, last, _ in self._in_use):
-            self._in_use.popleft()[2].synchronize()
+        self._await_oldest(start, start + size)
         staged = self._memory[start : start + tensor.nbytes]
         copy_bytes(staged, tensor.contiguous().view(-1).view(torch.uint8))
         return staged.view(tensor.dtype).view(tensor.shape)
 
+    def _await_oldest(self, start: int, stop: int) -> None:
+        """Wait for the copies of a range. They are the oldest, since ranges are handed out in order."""
+        while self._in_use and self._in_use[0][0] < stop and start < self._in_use[0][1]:
+            self._in_use.popleft()[2].synchronize()
+
     def hold_until(self, staged: Tensor, done: CopyEvent) -> None:
         """Keep a copy that `copy` returned until the device is done with it."""
+        if not staged.nbytes:
+            return  # an empty range overlaps none, and would hide those behind it
         start = staged.data_ptr() - self._memory.data_ptr()
         self._in_use.append((start, start + _aligned_size(staged), done))
 

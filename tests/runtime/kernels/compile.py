@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS, Norm, gated, normalized, rotated
+from qcfuse_rag.runtime.fused_layers.skinny_products import MAX_ROWS, gate_projected, projected
 from qcfuse_rag.runtime.kernels.context_score import context_scores
 from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, large_tile_fits
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks
@@ -108,6 +109,12 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         yield name, dim, partial(rotated, query, key[:, :, :40], query[:, 0], query[:, 0])
         for activation in ACTIVATIONS:
             yield name, dim, partial(gated, query, query, activation)
+        if dtype != torch.float32:
+            weight = torch.zeros(96, 256, dtype=dtype)
+            for n_rows in (1, MAX_ROWS):
+                few = torch.zeros(n_rows, 256, dtype=dtype)
+                yield name, dim, partial(projected, few, [weight] * 3, [weight[:, 0].contiguous()] * 3)
+                yield name, dim, partial(gate_projected, few, weight, weight, ACTIVATIONS[0])
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
         formats = (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8")
         for numbers in formats if is_main else ("int8",):

@@ -1,0 +1,66 @@
+"""The projections of an attention that read the same rows, of a few rows by one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from qcfuse_rag.runtime.model_views import ModuleProxy
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+"""Names of the parts in transformers' models."""
+
+
+class JointProjection:
+    """Multiplies the same rows with several weights when the first of them is asked for its product.
+
+    Args:
+        linears: matrix products over the same channels, all with biases or all without.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self._linears = linears
+        self._last: tuple[Tensor, list[Tensor]] | None = None
+
+    def product(self, index: int, rows: Tensor) -> Tensor:
+        """Return the product of rows with one of the weights; of many rows by itself."""
+        from qcfuse_rag.runtime.fused_layers.skinny_products import projected, takes
+
+        last = self._last
+        if last is None or last[0] is not rows:
+            weights = [linear.weight for linear in self._linears]
+            if not takes(rows, weights):
+                return self._linears[index](rows)  # type: ignore[no-any-return]
+            biases = [linear.bias for linear in self._linears if linear.bias is not None]
+            last = self._last = rows, projected(rows, weights, biases or None)
+        if index == len(self._linears) - 1:
+            self._last = None  # hold no memory between passes
+        return last[1][index]
+
+
+class JointPart(ModuleProxy):
+    """A matrix product that is computed together with others.
+
+    Args:
+        inner: the model's own.
+        joint: computes it.
+        index: which it is.
+    """
+
+    def __init__(self, inner: nn.Module, joint: JointProjection, index: int) -> None:
+        super().__init__(inner)
+        self._joint, self._index = joint, index
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the product."""
+        if kwargs or len(args) != 1:
+            return self.inner(*args, **kwargs)
+        return self._joint.product(self._index, args[0])
+
+
+def joint_projections(linears: Sequence[nn.Linear]) -> list[JointPart]:
+    """Return views of matrix products over the same rows; ask them in this order."""
+    joint = JointProjection(linears)
+    return [JointPart(linear, joint, index) for index, linear in enumerate(linears)]
