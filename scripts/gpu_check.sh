@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # The first nine minutes on a CUDA device: figures, refusals and comparisons, the likeliest failures first.
-#   scripts/gpu_check.sh OUTDIR [SHAPE]        e.g. scripts/gpu_check.sh /tmp/gpu qwen3-8b
-#   scripts/gpu_check.sh --dry-run OUTDIR      the steps that need no GPU, on the simulated device; some 40 s
+#   scripts/gpu_check.sh OUTDIR [SHAPE] [MODEL]   e.g. scripts/gpu_check.sh /tmp/gpu qwen3-8b smollm2.gguf
+#   scripts/gpu_check.sh --dry-run OUTDIR         the steps that need no GPU, on the simulated device; some 40 s
 # Uses the python3 in PATH and no network; missing packages are installed from the folder of wheels named by WHEELS.
 # Logs, JSON, Markdown and pictures go to OUTDIR; docs/reference/gpu.md says what to send.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 dry=""
 if [ "${1-}" = --dry-run ]; then dry=--dry-run; shift; fi
-OUT=$(mkdir -p "${1:?usage: scripts/gpu_check.sh [--dry-run] OUTDIR [SHAPE]}" && cd "$1" && pwd)
+OUT=$(mkdir -p "${1:?usage: scripts/gpu_check.sh [--dry-run] OUTDIR [SHAPE] [MODEL]}" && cd "$1" && pwd)
 SHAPE=${2:-qwen3-8b}
+MODEL=${3-}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TQDM_DISABLE=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 failed=0
 
@@ -47,7 +48,7 @@ if [ -n "$missing" ]; then wheels $missing 2> /dev/null || true; fi
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$OUT/device.txt"
 workers=$(python3 -c 'import xdist' 2> /dev/null && echo "-n 8")
 tests=(python3 -m pytest $workers -q -rs -p no:cacheprovider -o "addopts=--import-mode=importlib")
-step 450 check python3 -m tests.gpu.check "$OUT/check.json" --shape "$SHAPE" --seconds 430
+step 450 check python3 -m tests.gpu.check "$OUT/check.json" --shape "$SHAPE" ${MODEL:+--model "$MODEL"} --seconds 430
 if command -v compute-sanitizer > /dev/null; then
   step 25 memcheck compute-sanitizer --tool memcheck python3 -m pytest -q -p no:cacheprovider \
     -o "addopts=--import-mode=importlib" "tests/runtime/kernels/test_support.py" -k within

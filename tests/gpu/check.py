@@ -248,14 +248,14 @@ class Step:
 
 STEPS = (
     Step(versions, 5, dry=True),
-    Step(kernels, 25, dry=True),
+    Step(kernels, 60, dry=True),
     Step(recorded_real, 40),
-    Step(engine, 40),
-    Step(recorded, 40, dry=True),
-    Step(loading, 60, dry=True),
-    Step(speed, 200),
+    Step(engine, 45),
+    Step(recorded, 30, dry=True),
+    Step(loading, 30, dry=True),
+    Step(speed, 130),
     Step(floors, 60),
-    Step(profile, 20),
+    Step(profile, 15),
 )
 
 

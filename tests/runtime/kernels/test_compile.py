@@ -23,7 +23,7 @@ SHARED_BYTES, LARGE_TILE_BYTES = 99 << 10, 227 << 10
 SPILLED_BYTES = 128
 """With more, a program spends its time on spilled registers."""
 KERNELS = {"attend", "append", "combine", "denominators", "weights_of_keys", "place"}
-KERNELS |= {"normalize", "rotate", "gate"}
+KERNELS |= {"normalize", "rotate", "gate", "project", "project_gated"}
 
 
 @pytest.mark.slow
