@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from qcfuse_rag.engine.corpus import Corpus, WarmSettings
-from qcfuse_rag.engine.first_passes import run_first_passes
+from qcfuse_rag.engine.first_passes import measure_overhead, run_first_passes
 from qcfuse_rag.engine.opening import open_parts
 from qcfuse_rag.engine.recognition import build_among_turns, recognise
 from qcfuse_rag.engine.system_prefixes import SystemPrefixes
@@ -311,13 +311,13 @@ class FusionEngine:
         """Do now what the first request of a process would wait for; return the seconds it took.
 
         Kernels are compiled and compared with their references, the first passes of the process are made, passes and
-        decode steps are recorded where there is a GPU, and the costs are measured that the method's guard decides by,
-        if the store holds something to measure loading by. `load` calls it on a GPU; elsewhere, call it before the
-        first request.
+        decode steps are recorded on a GPU, and the costs are measured that the method's guard decides by, if the store
+        holds something to measure loading by. `load` calls it on a GPU; elsewhere, call it before the first request.
         """
         started = time.perf_counter()
         run_first_passes(self.runner, self.prompts)
         self.runner.compile()
+        self.runner.costs.overhead_s = measure_overhead(self.runner, self.prompts)
         if self.method.guard is not None and any(tier.entries for tier in self.store.stats()):
             self.runner.costs()
         return time.perf_counter() - started

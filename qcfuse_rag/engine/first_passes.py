@@ -1,11 +1,14 @@
-"""Run the first passes of a process before a request waits for them."""
+"""Run the first passes of a process before a request waits for them, and measure a fused prefill's overhead."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from math import ceil
 
+from qcfuse_rag.fusion.estimate import estimate_prefill
+from qcfuse_rag.fusion.guard import predict_fused_s
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.generation.sampling import SamplingParams
@@ -15,6 +18,7 @@ from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
+from qcfuse_rag.runtime.costs import measure_loading
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
@@ -38,21 +42,50 @@ def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
         runner: runs the passes, over a store of its own with the same number format.
         prompts: gives the system prefix and the tokens of the passage.
     """
-    lm, store, text = runner.lm, MemoryStore(numbers=runner.store.numbers), prompts.chunk_ids(PRIMER)
-    runner = runner.with_store(store)
-    prefix_ids, passage = prompts.prefix_ids or text[:1], text[:TOKENS]
-    WarmJob(PrefillTarget(lm, store, prefix_ids), [passage], bases=(FRAMED,)).run()
-    for n_passages, question_tokens, ratio in _prompt_shapes(lm):
-        segments = [
-            (Role.HEAD, prefix_ids),
-            *[(Role.CHUNK, passage)] * n_passages,
-            (Role.QUESTION, text[:question_tokens]),
-        ]
-        prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in segments), prefix_ids=prefix_ids)
-        if len(prompt) + 2 <= lm.window.tokens:
+    runner = _over_a_passage(runner, prompts)
+    for n_passages, question_tokens, ratio in _prompt_shapes(runner.lm):
+        prompt = _prompt(prompts, n_passages, question_tokens)
+        if len(prompt) + 2 <= runner.lm.window.tokens:
             method = make_method("prophetkv", ratio=ratio, base=FRAMED)
             prefilled = prefill(runner, prompt, method, answer_tokens=2)
             TextStream(runner, prefilled, SamplingParams(max_new_tokens=2)).result()
+
+
+def measure_overhead(runner: ModelRunner, prompts: PromptBuilder, *, samples: int = 3) -> float:
+    """Return the seconds that a fused prefill takes beyond its passes and its loading.
+
+    With recorded passes these are most of a short prompt's time; without, it is 0. The fastest of some samples counts.
+    """
+    prompt = _prompt(prompts, MANY, LONG)
+    if runner.prefills.refusal is not None or len(prompt) > runner.lm.window.tokens:
+        return 0.0
+    here = _over_a_passage(runner, prompts)
+    method = make_method("prophetkv", ratio=SOME, base=FRAMED)
+    load_s = measure_loading(runner.lm, here.store, runner.transfers) or 0.0
+    aside = runner.transfers.open() is not None
+    costs = replace(runner.costs(), load_s=load_s, loads_aside=aside, overhead_s=0.0)
+    taken_s = min(prefill(here, prompt, method).report.timings.ttft_s for _ in range(samples))
+    return max(0.0, taken_s - predict_fused_s(estimate_prefill(runner.lm, here.store, prompt, method), costs))
+
+
+def _over_a_passage(runner: ModelRunner, prompts: PromptBuilder) -> ModelRunner:
+    """Return the runner over a store in memory that holds the system prefix and a passage."""
+    lm, store, text = runner.lm, MemoryStore(numbers=runner.store.numbers), prompts.chunk_ids(PRIMER)
+    over = runner.with_store(store)
+    WarmJob(PrefillTarget(lm, store, prompts.prefix_ids or text[:1]), [text[:TOKENS]], bases=(FRAMED,)).run()
+    return over
+
+
+def _prompt(prompts: PromptBuilder, n_passages: int, question_tokens: int) -> Prompt:
+    """Return a prompt of the same passage several times and a question."""
+    text = prompts.chunk_ids(PRIMER)
+    prefix_ids = prompts.prefix_ids or text[:1]
+    segments = [
+        (Role.HEAD, prefix_ids),
+        *[(Role.CHUNK, text[:TOKENS])] * n_passages,
+        (Role.QUESTION, text[:question_tokens]),
+    ]
+    return Prompt(tuple(Segment(role, ids, "") for role, ids in segments), prefix_ids=prefix_ids)
 
 
 def _prompt_shapes(lm: LanguageModel) -> Iterator[tuple[int, int, float]]:

@@ -62,6 +62,7 @@ class Costs:
             graphs; else None.
         loads_aside: whether loading takes no time from passes: on a GPU a link copies while the device computes. On a
             CPU the thread that computes also places what was read.
+        overhead_s: the fixed cost of a fused prefill besides its passes: lookups, starting to load, scoring.
     """
 
     pass_s: float
@@ -69,6 +70,7 @@ class Costs:
     load_s: float = 0.0
     recorded_pass_s: float | None = None
     loads_aside: bool = False
+    overhead_s: float = 0.0
 
     def full_pass_s(self, rows: int) -> float:
         """Predict the seconds of a pass over a whole prompt."""
@@ -91,8 +93,8 @@ class Costs:
         load_s, probe_s = stored_tokens * self.load_s, self.partial_pass_s(probe_rows, probe_share)
         rows_s = self.partial_pass_s(rows)
         if not self.loads_aside:
-            return load_s + probe_s + rows_s
-        return max(load_s, probe_s) + rows_s if probe_rows else max(load_s, rows_s)
+            return self.overhead_s + load_s + probe_s + rows_s
+        return self.overhead_s + (max(load_s, probe_s) + rows_s if probe_rows else max(load_s, rows_s))
 
 
 class MeasuredCosts:
@@ -108,6 +110,10 @@ class MeasuredCosts:
         store: the store.
         passes: runs the model's passes; once they are recorded, costs are measured again and kept in a separate file.
         transfers: opens the transfers by which requests load.
+
+    Attributes:
+        overhead_s: see `Costs`; 0 until `engine.first_passes` has measured it, which it does on a GPU: on a CPU passes
+            take far longer. It is not kept in the file.
     """
 
     def __init__(
@@ -121,6 +127,7 @@ class MeasuredCosts:
         self._passes = passes or PrefillRunner(lm)
         self._costs: Costs | None = None
         self._recorded = False
+        self.overhead_s = 0.0
         self._lock = threading.Lock()
 
     def __call__(self) -> Costs:
@@ -139,7 +146,7 @@ class MeasuredCosts:
                     if path is not None and self._costs.load_s:
                         save_costs(self._costs, path)
                         self._costs = read_costs(path) or self._costs  # another process may have saved its own first
-            return self._costs
+            return replace(self._costs, overhead_s=self.overhead_s)
 
 
 @torch.inference_mode()
@@ -300,4 +307,4 @@ def save_costs(costs: Costs, path: Path) -> None:
     if read_costs(path) is not None:
         return
     with suppress(OSError):
-        write_atomically(path, json.dumps(asdict(costs)))
+        write_atomically(path, json.dumps(asdict(replace(costs, overhead_s=0.0))))

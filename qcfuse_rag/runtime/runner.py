@@ -56,9 +56,7 @@ class ModelRunner:
         if load_limit_s is not None and load_limit_s <= 0:
             raise ValueError(f"the most seconds to wait for a store must be positive or None, got {load_limit_s}")
         self.lm, self.store = lm, store
-        if lm.device.type == "cuda":
-            for tier in store.tiers:
-                tier.page_lock()
+        _page_lock(lm, store)
         self.load_limit_s, self.overlap = load_limit_s, overlap
         self.prefills = PrefillRunner(lm, candidate_views=leanest_first)
         self.decodes = DecodeRunner(lm, candidate_views=leanest_first)
@@ -70,8 +68,10 @@ class ModelRunner:
 
     def with_store(self, store: KVStore) -> ModelRunner:
         """Return a runner of the same model over another store; recorded passes, link and pool are shared."""
+        _page_lock(self.lm, store)
         runner = copy.copy(self)
         runner.store, runner.costs = store, MeasuredCosts(self.lm, store, self.prefills, self.transfers)
+        runner.costs.overhead_s = self.costs.overhead_s
         return runner
 
     def allocate(self, capacity: int) -> KVBuffer:
@@ -90,3 +90,10 @@ class ModelRunner:
         """
         self.prefills.compile()
         self.decodes.compile()
+
+
+def _page_lock(lm: LanguageModel, store: KVStore) -> None:
+    """Have a store keep new entries where the model's GPU reads them fastest."""
+    if lm.device.type == "cuda":
+        for tier in store.tiers:
+            tier.page_lock()

@@ -127,7 +127,7 @@ def test_costs_are_measured_once_and_hold_for_the_engines_life(engine: FusionEng
     engine.warm(PASSAGES, bases=(FRAMED,))
     first = engine.runner.costs()
     engine.prefill(engine.prompt(QUESTION, PASSAGES), method=guarded())
-    assert engine.runner.costs() is first
+    assert engine.runner.costs() == first
     assert first.row_s > 0
     assert first.load_s > 0
 
@@ -183,6 +183,19 @@ def test_loading_beside_passes_is_not_added_to_their_time() -> None:
     assert predict_fused_s(replace(ahead, probe_rows=0), beside) == pytest.approx(loading)
     assert BreakEven().refusal(ahead, replace(costs, load_s=0.0009)) is not None
     assert BreakEven().refusal(ahead, replace(beside, load_s=0.0008)) is None
+
+
+@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize("probe_rows", [0, 32])
+def test_overhead_is_added_to_fused_prefills_alone(probe_rows: int, aside: bool) -> None:
+    """So a prompt that takes a small model no longer than the host's work is computed in full."""
+    costs = Costs(pass_s=0.01, row_s=1e-5, load_s=1e-6, recorded_pass_s=0.001, loads_aside=aside)
+    ahead = PrefillEstimate(1000, stored_tokens=900, selected_tokens=45, probe_rows=probe_rows, probe_share=1.0)
+    slower = replace(costs, overhead_s=0.02)
+    assert predict_fused_s(ahead, slower) == pytest.approx(predict_fused_s(ahead, costs) + 0.02)
+    assert slower.full_pass_s(1000) == costs.full_pass_s(1000)
+    assert BreakEven().refusal(ahead, costs) is None
+    assert BreakEven().refusal(ahead, slower) is not None
 
 
 def test_reports_name_the_prediction_for_what_was_done(engine: FusionEngine) -> None:

@@ -16,6 +16,7 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.engine.first_passes import run_first_passes
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.costs import Costs
 from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
@@ -27,6 +28,7 @@ from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
+from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES
@@ -115,6 +117,27 @@ def test_loading_is_timed_by_the_path_that_requests_take(
     assert costs.load_s > 0
     assert costs.loads_aside
     assert device.launched["place"] > launched
+
+
+def test_compiling_measures_the_overhead_of_a_fused_prefill(
+    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's work before and between passes, which is most of a short prompt's time on a GPU."""
+    from qcfuse_rag.engine import first_passes
+
+    monkeypatch.setattr(first_passes, "MANY", 3)  # the interpreter is slow
+    monkeypatch.setattr(first_passes, "TOKENS", 8)
+    seams.measured_passes(monkeypatch, lambda *_: Costs(pass_s=1e-9, row_s=1e-12, recorded_pass_s=1e-9))
+    seams.measured_loading(monkeypatch, lambda *_: 1e-12)
+    engine = make_engine(
+        LanguageModel.wrap(moved(build_model("llama", num_hidden_layers=1), device), tokenizer), MemoryStore()
+    )
+    assert first_passes.measure_overhead(engine.runner, engine.prompts) == 0, "before passes are recorded"
+    engine.runner.prefills.compile(rows=(48,))
+    engine.runner.costs.overhead_s = first_passes.measure_overhead(engine.runner, engine.prompts)
+    assert engine.runner.costs.overhead_s > 1e-4, "lookups take the host some time"
+    assert engine.runner.costs().overhead_s == engine.runner.costs.overhead_s
+    assert engine.runner.with_store(MemoryStore()).costs.overhead_s == engine.runner.costs.overhead_s
 
 
 def test_recorders_do_not_share_a_stream(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from transformers import Cache, DynamicCache, StaticCache
 
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.exactness_check import stock_attention
+from qcfuse_rag.engine.first_passes import measure_overhead
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.evaluation.environment import about_run
 from qcfuse_rag.evaluation.quality.configurations import Configuration, configurations
@@ -38,7 +39,9 @@ from qcfuse_rag.evaluation.speed.tiers import StoreTier, fill, open_tiers
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill
 from qcfuse_rag.fusion.report import FusionReport, Timings
+from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
+from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
@@ -121,6 +124,9 @@ def measure_speed(
         runners = [runner.with_store(tier.store) for tier in tiers]  # each measures its costs once, for the guard
         result["recording_s"] = seconds(lm, runner.prefills.compile)
         result["recording_refusal"] = runner.prefills.refusal
+        overhead_s = measure_overhead(runner, PromptBuilder(lm.tokenizer, PromptTemplate(), lm.window.tokens))
+        for over_tier in runners:  # as an engine does for its guard
+            over_tier.costs.overhead_s = overhead_s
         if options.requests:
             result["step_recording_s"] = seconds(lm, lambda: runner.decodes.compile(options.requests))
             result["step_recording_refusal"] = runner.decodes.refusal
