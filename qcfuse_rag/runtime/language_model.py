@@ -23,7 +23,7 @@ from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.models.rope_probe import measure_rope
 from qcfuse_rag.models.window_probe import measure_windows
 from qcfuse_rag.runtime.attention import dispatch
-from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
+from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.kernels.support import kernels_available
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class LanguageModel:
         """
         if not kernels_available(self.device, self.dtype, self.widest_head):
             return self.model
-        return next(iter(leanest_first(self.model)))
+        return next(iter(fused_view_first(self.model)))
 
     @property
     def widest_head(self) -> int:

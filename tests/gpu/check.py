@@ -37,7 +37,7 @@ from qcfuse_rag.fusion.guard import BreakEven, predict_fused_s
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.attention.dense import chosen_backends
 from qcfuse_rag.runtime.costs import Costs
-from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
+from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernel_errors
@@ -151,7 +151,10 @@ def recorded(check: Check) -> dict[str, Any]:
 
 def _recorded(lm: LanguageModel, check: Check) -> dict[str, Any]:
     """Record passes and decode steps; the log shows the largest error of each, and reasons."""
-    passes, steps = PrefillRunner(lm, candidate_views=leanest_first), DecodeRunner(lm, candidate_views=leanest_first)
+    passes, steps = (
+        PrefillRunner(lm, candidate_views=fused_view_first),
+        DecodeRunner(lm, candidate_views=fused_view_first),
+    )
     return {
         "passes, s": _seconds(lambda: passes.compile((8,) if check.dry else (32, 640, 1024))),
         "passes, refusal": passes.refusal,

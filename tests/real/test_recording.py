@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import LanguageModel
-from qcfuse_rag.runtime.fused_layers.fused_modules import lean_view, leanest_first
+from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view, fused_view_first
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from tests.support import seams
@@ -34,14 +34,14 @@ def halved(smollm2: LanguageModel) -> LanguageModel:
 
 
 def test_steps_that_round_otherwise_are_recorded(halved: LanguageModel) -> None:
-    steps = DecodeRunner(halved, AgainAndAgain(), leanest_first)
+    steps = DecodeRunner(halved, AgainAndAgain(), fused_view_first)
     steps.compile(requests=(1, 3))
     assert steps.refusal is None
     assert steps.model is not halved.model
 
 
 def test_passes_that_round_otherwise_are_recorded(halved: LanguageModel) -> None:
-    passes = PrefillRunner(halved, AgainAndAgain(), leanest_first)
+    passes = PrefillRunner(halved, AgainAndAgain(), fused_view_first)
     passes.compile(rows=(32,))
     assert passes.refusal is None
 
@@ -52,7 +52,7 @@ def test_passes_that_round_otherwise_are_recorded(halved: LanguageModel) -> None
     ids=["half as large again", "channels exchanged"],
 )
 def test_steps_with_one_wrong_layer_are_not(halved: LanguageModel, spoil: Callable[[Tensor], Tensor]) -> None:
-    view: Any = lean_view(halved.model)
+    view: Any = fused_view(halved.model)
     wrong = copy.copy(view.model.layers[20].self_attn.o_proj)
     wrong.forward = lambda hidden, own=view.model.layers[20].self_attn.o_proj: spoil(own(hidden))
     view.model.layers[20].self_attn._modules["o_proj"] = wrong

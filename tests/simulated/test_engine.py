@@ -20,7 +20,7 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
+from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, PinnedRing, TransferLink
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
@@ -120,7 +120,7 @@ def test_stored_chunks_arrive_from_every_tier(
 def test_recorded_passes_and_steps_are_replayed(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seams.recorded_views(monkeypatch, leanest_first)
+    seams.recorded_views(monkeypatch, fused_view_first)
     seams.decode_trial_lengths(monkeypatch, (5, 40))
     cpu, gpu = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True), layers=2)
     gpu.runner.prefills.compile(rows=(16, 48))
@@ -141,7 +141,7 @@ def test_passes_use_fused_norms_rotations_and_gates(
     work: str, device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not only recorded ones: a whole prompt spends a quarter of its time on them by calculation."""
-    seams.fused_model(monkeypatch, leanest_first)
+    seams.fused_model(monkeypatch, fused_view_first)
     cpu, gpu = engines(device, tokenizer, "gemma3-two-ropes", layers=1)
     assert gpu.lm.fused is not gpu.lm.model
     assert cpu.lm.fused is cpu.lm.model

@@ -38,7 +38,7 @@ ROWS, FEW = 3, 16
 LOG = logging.getLogger(__name__)
 
 
-class LeanNorm(ModuleProxy):
+class FusedNorm(ModuleProxy):
     """Root mean square normalisation in one kernel.
 
     Args:
@@ -70,7 +70,7 @@ class LeanNorm(ModuleProxy):
         return normalized(args[0], norm)
 
 
-class LeanGate(ModuleProxy):
+class FusedGate(ModuleProxy):
     """A gated feed-forward network whose gate is one kernel, of a few rows together with the products before it.
 
     Args:
@@ -97,43 +97,43 @@ class LeanGate(ModuleProxy):
         return parts.down_proj(gated(parts.gate_proj(args[0]), parts.up_proj(args[0]), self.activation))
 
 
-def leanest_first(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Yield a lean view of a model and then the model itself, for who finds that the first will not do."""
+def fused_view_first(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Yield a fused view of a model, and then the model itself, to be used if the view proves wrong."""
     try:
-        view = lean_view(model)
+        view = fused_view(model)
     except Exception as error:  # of whatever a model has
-        LOG.warning("no operations are spared: %s: %s", type(error).__name__, error)
+        LOG.warning("no operations are fused: %s: %s", type(error).__name__, error)
         view = model
     if view is not model:
         yield view
     yield model
 
 
-def lean_view(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a view of a model that computes the same with fewer kernels; the model itself if nothing can be spared."""
-    leaning = _Leaning(model)
-    view = leaning.view(model)
-    LOG.info("in one kernel each: %s", dict(leaning.spared) or "nothing")
+def fused_view(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a view of a model that computes the same with fewer kernels; the model itself if nothing can be fused."""
+    builder = _FusedViewBuilder(model)
+    view = builder.view(model)
+    LOG.info("in one kernel each: %s", dict(builder.fused_counts) or "nothing")
     assert isinstance(view, PreTrainedModel)
     return view
 
 
-class _Leaning:
-    """Finds what can be put in the place of a model's modules."""
+class _FusedViewBuilder:
+    """Builds a view of a model in which modules are replaced by fused ones that agree with them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._device, self._dtype = model, model.device, model.dtype
         self._generator = torch.Generator(self._device).manual_seed(0)
         self._rotations: dict[Callable[..., Any], Callable[..., Any] | None] = {}
         self._views: dict[nn.Module, nn.Module] = {}
-        self.spared: Counter[str] = Counter()
+        self.fused_counts: Counter[str] = Counter()
 
     @torch.inference_mode()
     def view(self, module: nn.Module) -> nn.Module:
         """Return a view of a module with everything inside replaced that can be; of the same one the same."""
         if module not in self._views:
-            lean = None if changed(module) else self._norm(module) or self._gate(module) or self._inside(module)
-            self._views[module] = lean or module
+            fused = None if changed(module) else self._norm(module) or self._gate(module) or self._inside(module)
+            self._views[module] = fused or module
         return self._views[module]
 
     def _inside(self, module: nn.Module) -> nn.Module:
@@ -142,7 +142,7 @@ class _Leaning:
         parts |= self._joint(module)
         if forward is None and all(parts[name] is child for name, child in module._modules.items()):
             return module
-        self.spared["rotations"] += forward is not None
+        self.fused_counts["rotations"] += forward is not None
         return view_of(module, parts, forward)
 
     def _norm(self, module: nn.Module) -> nn.Module | None:
@@ -152,7 +152,7 @@ class _Leaning:
         if [name for name, _ in module.named_parameters()] != ["weight"]:
             return None
         return self._first(
-            "norms", module, (LeanNorm(module, eps, one) for one in (0.0, 1.0)), SMALL + LARGE, len(weight)
+            "norms", module, (FusedNorm(module, eps, one) for one in (0.0, 1.0)), SMALL + LARGE, len(weight)
         )
 
     def _gate(self, module: nn.Module) -> nn.Module | None:
@@ -164,7 +164,7 @@ class _Leaning:
         products = [part for name, part in module._modules.items() if name in GATED - {"down_proj"}]
         bare = all(is_product(part) and part.bias is None for part in products if part is not None)
         tried = (
-            LeanGate(module, name, few=few) for name in ACTIVATIONS for few in ((True, False) if bare else (False,))
+            FusedGate(module, name, few=few) for name in ACTIVATIONS for few in ((True, False) if bare else (False,))
         )
         return self._first("gates", module, tried, LARGE, first.in_features)
 
@@ -178,7 +178,7 @@ class _Leaning:
         factors = torch.tensor(scales, device=self._device).repeat(REPEATS)[None, :, None]
         given = ((1 + self._random(1, factors.shape[1], channels).float()) * factors).to(self._dtype)
         found = next((one for one in tried if same(own, one, given) and same(own, one, given[:, :FEW])), None)
-        self.spared[kind] += found is not None
+        self.fused_counts[kind] += found is not None
         return found
 
     def _joint(self, module: nn.Module) -> dict[str, nn.Module]:
@@ -194,7 +194,7 @@ class _Leaning:
             lambda x: tuple(part(x) for part in linears), lambda x: tuple(part(x) for part in views), rows
         ):
             return {}
-        self.spared["projections"] += 1
+        self.fused_counts["projections"] += 1
         return dict(zip(PROJECTIONS, views, strict=True))
 
     def _forward(self, module: nn.Module) -> types.FunctionType | None:
@@ -210,7 +210,7 @@ class _Leaning:
         rotation = self._rotations[own]
         if rotation is None:
             return None
-        return seeing(forward, **{ROTATION: rotation})
+        return with_globals(forward, **{ROTATION: rotation})
 
     def _rotation(self, own: Callable[..., Any]) -> Callable[..., Any] | None:
         from qcfuse_rag.runtime.fused_layers.pointwise import rotated
@@ -236,9 +236,9 @@ class _Leaning:
 
 
 def changed(module: nn.Module) -> bool:
-    """Return whether somebody has put another function in a module's place, or hooks, who knows this module only.
+    """Return whether a library has replaced a module's forward or given it hooks, which a view would not run.
 
-    Hooks by which transformers hands out hidden states, for good once somebody has asked for some, do nothing else.
+    The hooks by which transformers returns hidden states, which stay once somebody has asked for some, do not count.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return "forward" in vars(module) or any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks)
@@ -249,8 +249,8 @@ def is_product(module: nn.Module) -> bool:
     return type(module) is nn.Linear and not changed(module)
 
 
-def seeing(forward: types.FunctionType, **others: Any) -> types.FunctionType:
-    """Return a function that calls others than it did, by the names they have in its module."""
+def with_globals(forward: types.FunctionType, **others: Any) -> types.FunctionType:
+    """Return a copy of a function that finds other objects under some names of its module."""
     seen = {**forward.__globals__, **others}
     other = types.FunctionType(forward.__code__, seen, forward.__name__, forward.__defaults__, forward.__closure__)
     other.__kwdefaults__ = forward.__kwdefaults__
@@ -265,7 +265,7 @@ def view_of(
     view._modules = parts
     if forward is not None:  # a class, since a bound method would keep the view and its weights in a ring
         own = type(module)
-        view.__class__ = type(f"Lean{own.__name__}", (own,), {"forward": forward, "__module__": own.__module__})
+        view.__class__ = type(f"Fused{own.__name__}", (own,), {"forward": forward, "__module__": own.__module__})
     return view
 
 

@@ -17,7 +17,7 @@ from tests.support.recorders import DEVICE
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.runtime.fused_layers.fused_modules import LeanGate, LeanNorm, lean_view, leanest_first
+from qcfuse_rag.runtime.fused_layers.fused_modules import FusedGate, FusedNorm, fused_view, fused_view_first
 from qcfuse_rag.runtime.fused_layers.joint_projection import JointPart
 
 IDS = torch.tensor([[5, 9, 200, 3, 77]], device=DEVICE)
@@ -48,28 +48,28 @@ def expected_views(family: str, dtype: torch.dtype) -> dict[str, int]:
     return {**FOUND.get(family, EVERYTHING), **projections}
 
 
-def spared(view: nn.Module) -> dict[str, int]:
+def replaced(view: nn.Module) -> dict[str, int]:
     """Return how many modules of each kind are another's stand-in."""
-    kinds = {LeanNorm: "norms", LeanGate: "gates", JointPart: "projections"}
+    kinds = {FusedNorm: "norms", FusedGate: "gates", JointPart: "projections"}
     stand_ins = [
-        part for part in view.modules() if isinstance(part, JointPart) or type(part).__name__.startswith("Lean")
+        part for part in view.modules() if isinstance(part, JointPart) or type(part).__name__.startswith("Fused")
     ]
     names = Counter(kinds.get(type(part), "rotations") for part in stand_ins)
     return {name: count // (3 if name == "projections" else 1) for name, count in names.items()}
 
 
 @torch.inference_mode()
-def test_a_lean_view_computes_what_the_model_does(family_name: str) -> None:
+def test_a_fused_view_computes_what_the_model_does(family_name: str) -> None:
     model = build_model(family_name).to(DEVICE)
     expected, modules = model(IDS).logits, {name: dict(vars(one)) for name, one in model.named_modules()}
-    view = lean_view(model)
-    assert spared(view) == expected_views(family_name, torch.float32)
+    view = fused_view(model)
+    assert replaced(view) == expected_views(family_name, torch.float32)
     assert torch.allclose(view(IDS).logits, expected, rtol=1e-4, atol=1e-4)
     assert {id(one) for one in view.parameters()} == {id(one) for one in model.parameters()}, "no copies"
     assert {name: dict(vars(one)) for name, one in model.named_modules()} == modules, "of the model nothing changes"
     for dtype in (torch.float16, torch.bfloat16):
-        assert spared(lean_view(model.to(dtype))) == expected_views(family_name, dtype)
-    found, own = lean_view(model.half())(IDS).logits, model(IDS).logits
+        assert replaced(fused_view(model.to(dtype))) == expected_views(family_name, dtype)
+    found, own = fused_view(model.half())(IDS).logits, model(IDS).logits
     assert float((found - own).norm() / own.norm()) < 1e-2, "five rows, by products of a few rows"
 
 
@@ -91,7 +91,7 @@ def test_what_comes_out_otherwise_stays_the_models_own(monkeypatch: pytest.Monke
     for spoiled in (off, lambda compute: refused):
         for name in ("normalized", "rotated", "gated"):
             monkeypatch.setattr(pointwise, name, spoiled(getattr(pointwise, name)))
-        assert lean_view(model) is model
+        assert fused_view(model) is model
         monkeypatch.undo()
 
 
@@ -102,11 +102,11 @@ def test_what_somebody_has_changed_is_left_alone(tokenizer: PreTrainedTokenizerF
     norm = model.model.layers[0].input_layernorm
     norm.forward = lambda hidden, own=norm.forward: 2 * own(hidden)
     lm = LanguageModel.wrap(model, tokenizer)
-    view = lean_view(lm.model)
-    assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS, "rotations": LAYERS}, "one is somebody else's"
+    view = fused_view(lm.model)
+    assert replaced(view) == {"norms": 2 * LAYERS, "gates": LAYERS, "rotations": LAYERS}, "one is somebody else's"
     hooked = model.model.layers[1].mlp.register_forward_hook(lambda module, given, found: 0 * found)
-    view = lean_view(lm.model)
-    assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS - 1, "rotations": LAYERS}
+    view = fused_view(lm.model)
+    assert replaced(view) == {"norms": 2 * LAYERS, "gates": LAYERS - 1, "rotations": LAYERS}
     assert torch.allclose(view(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
     hooked.remove()
     assert torch.allclose(view(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
@@ -134,17 +134,17 @@ def test_what_differs_for_some_numbers_only_is_told_apart() -> None:
     model.model.norm, model.model.layers[0].mlp = Centred(4096), CutOff()
     for dtype in (torch.float32, torch.bfloat16):
         changed = model.to(DEVICE, dtype)
-        view = lean_view(changed)
+        view = fused_view(changed)
         assert view.model.norm is changed.model.norm
         assert view.model.layers[0].mlp is changed.model.layers[0].mlp
-        assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS - 1, "rotations": LAYERS}
+        assert replaced(view) == {"norms": 2 * LAYERS, "gates": LAYERS - 1, "rotations": LAYERS}
 
 
 @torch.inference_mode()
 def test_a_stand_in_answers_for_what_it_stands_for() -> None:
     """Models ask a norm for its weight, and call modules with more, or by name; the model's own are asked then."""
     model = build_model("llama").to(DEVICE)
-    view = lean_view(model)
+    view = fused_view(model)
     own, norm, gate = model.model.norm, view.model.norm, view.model.layers[0].mlp
     assert norm.weight is own.weight
     assert gate.up_proj is model.model.layers[0].mlp.up_proj
@@ -156,14 +156,14 @@ def test_a_stand_in_answers_for_what_it_stands_for() -> None:
 def test_of_a_module_used_twice_there_is_one_view() -> None:
     model = build_model("llama").to(DEVICE)
     model.model.layers[1] = model.model.layers[0]
-    layers = lean_view(model).model.layers
+    layers = fused_view(model).model.layers
     assert layers[1] is layers[0]
     assert layers[1] is not model.model.layers[0]
 
 
 def test_what_cannot_be_looked_at_is_yielded_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("llama").to(DEVICE)
-    first, last = leanest_first(model)
+    first, last = fused_view_first(model)
     assert (first is not model, last is model) == (True, True)
     monkeypatch.setattr(nn.Module, "named_parameters", property(lambda self: 1 / 0))
-    assert list(leanest_first(model)) == [model]
+    assert list(fused_view_first(model)) == [model]

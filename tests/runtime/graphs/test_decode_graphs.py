@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.decode_step import forward_step
-from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
+from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.recorder import Recorder
 from qcfuse_rag.store.prefill_base import FRAMED
@@ -64,7 +64,7 @@ def copies(buffers: list[KVBuffer]) -> list[KVBuffer]:
 def test_a_recorded_step_is_the_step(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
     """For as many requests as it was recorded for and for fewer, at any position, in any buffers."""
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
-    steps = DecodeRunner(lm, recorder, leanest_first)
+    steps = DecodeRunner(lm, recorder, fused_view_first)
     steps.compile(requests=(1, 3) if family == "llama" else (3,))
     assert steps.refusal is None
     for positions in ([40], [70, 0], [50, 3, 20]):

@@ -22,7 +22,7 @@ from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.costs import MeasuredCosts
 from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
-from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
+from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.graphs.prefill_graphs import ROWS, PrefillRunner
 from qcfuse_rag.runtime.graphs.recorder import Recorder
 from qcfuse_rag.runtime.model_views import HookedLayer
@@ -78,7 +78,7 @@ def on_device(*numbers: int) -> Tensor:
 def test_a_recorded_pass_is_the_pass(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
     """With as many rows as were recorded and with fewer, anywhere in a prompt of any length, in any buffer."""
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
-    passes = PrefillRunner(lm, recorder, leanest_first)
+    passes = PrefillRunner(lm, recorder, fused_view_first)
     passes.compile(rows=(4, 8))
     assert passes.refusal is None
     assert recorder.recorded == 2 * lm.n_layers
