@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -21,6 +23,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="main",
         help="Families of models that tests run on: main (6), all (22), or names between commas.",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what is imported and collected out of garbage collection: each full one would walk a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # packages made with nanobind report what is left then
 
 
 @pytest.fixture(scope="session", autouse=True)

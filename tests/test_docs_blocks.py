@@ -25,6 +25,7 @@ import llama_index.llms.qcfuse as llama_qcfuse
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import seams
+from tests.support.cases import cases
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.tool_templates import teach
@@ -107,7 +108,9 @@ def lm(llama: LanguageModel) -> LanguageModel:
     return LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", cases({str(page.relative_to(ROOT)): page for page in PAGES}, "docs/guide/quick-start.md")
+)
 def test_the_blocks_of_a_page_run_in_order(
     page: Path, lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert modules_after("import qcfuse_rag") & {"torch", "transformers", "numpy", "diskcache"} == set()
 
 
+@pytest.mark.slow
 def test_the_core_imports_no_framework() -> None:
     everything = "import qcfuse_rag, qcfuse_rag.integrations\nfor name in qcfuse_rag.__all__: getattr(qcfuse_rag, name)"
     loaded = modules_after(everything)
@@ -29,6 +30,7 @@ def test_the_core_imports_no_framework() -> None:
     assert loaded & others == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["stats", "sources"])
 def test_looking_after_a_store_does_not_wait_for_models_to_be_imported(command: str, tmp_path: Path) -> None:
     qcfuse_rag.DiskStore(tmp_path / "kv").close()
@@ -51,6 +53,7 @@ print(count() - before, gc.isenabled(), gc.get_freeze_count())
 """
 
 
+@pytest.mark.slow
 def test_a_question_waits_neither_for_training_packages_nor_for_garbage_collection(tmp_path: Path) -> None:
     program = ASK.format(folder=str(tmp_path))  # a folder without passages: an error behind the imports
     done = subprocess.run(

@@ -81,6 +81,7 @@ def test_commands_are_listed_and_unknown_ones_are_named(say) -> None:  # type: i
     assert "There is no command /hello; /help lists the commands." in out
 
 
+@pytest.mark.slow
 def test_a_full_context_leaves_out_the_oldest_turns(
     run: Run,
     corpus_file: Path,

@@ -23,6 +23,7 @@ from qcfuse_rag import METHODS, DiskStore, FusionEngine, make_method, open_store
 from qcfuse_rag.cli.app import app
 from qcfuse_rag.cli.library import open_library_store
 from qcfuse_rag.store.testing import example_chunk, example_key
+from tests.support.cases import cases
 from tests.support.cli import Run
 from tests.support.engines import METHOD_OPTIONS
 from tests.support.families import build_model
@@ -196,7 +197,7 @@ def made_in_python(model_folder: str, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    [("ask", "Who?"), ("explain", "Who?"), ("warm", "run", "."), ("warm", "plan", ".")],
+    cases([("ask", "Who?"), ("explain", "Who?"), ("warm", "run", "."), ("warm", "plan", ".")], ("ask", "Who?")),
     ids=lambda command: " ".join(command[:2]),
 )
 def test_what_takes_passages_names_the_library_to_give_instead_of_a_store(
@@ -214,6 +215,7 @@ def test_what_takes_passages_names_the_library_to_give_instead_of_a_store(
     assert (code, f"say --store {library.parent}" in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_a_verdict_is_kept_where_an_engine_over_the_store_looks(
     run: Run, made_in_python: Path, model_folder: str
 ) -> None:

@@ -15,6 +15,7 @@ from qcfuse_rag import DiskStore
 from qcfuse_rag.cli import console
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.testing import example_chunk, example_key
+from tests.support.cases import cases
 from tests.support.cli import Run
 
 ATTACKS = {
@@ -57,7 +58,7 @@ def test_names_of_documents_are_shown_and_not_obeyed(run: Run, tmp_path: Path, a
     assert (code, FORBIDDEN.findall(out + err)) == (1, [])
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", cases(ATTACKS.keys(), "clipboard", "title", "clear", "markup"))
 def test_files_and_errors_are_shown_and_not_obeyed(run: Run, tmp_path: Path, model_folder: str, attack: str) -> None:
     documents = tmp_path / "documents"
     documents.mkdir()

@@ -28,6 +28,7 @@ def test_a_method_that_passes_and_one_that_does_not(run: Run, model_folder: str)
     assert "reuse over framed does not pass at ratio 0: kl" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_each_ratio_that_was_tried(run: Run, model_folder: str) -> None:
     code, out, _ = run("verify", "--model", model_folder, *SMALL, "--kl", 0)
     assert code == 1
@@ -45,6 +46,7 @@ def test_a_ratio_that_the_user_names_is_the_only_one_tried(run: Run, model_folde
     assert (code, found["ratio"], [trial["ratio"] for trial in found["tried"]]) == (1, None, [0.1])
 
 
+@pytest.mark.slow
 def test_a_question_is_answered_at_the_ratio_that_passed(
     run: Run, model_folder: str, corpus_file: Path, tmp_path: Path
 ) -> None:
@@ -63,6 +65,7 @@ def test_a_question_is_answered_at_the_ratio_that_passed(
     assert "verified" not in noted
 
 
+@pytest.mark.slow
 def test_a_verdict_on_a_librarys_own_passages_is_kept_and_spares_the_note(
     run: Run, model_folder: str, corpus_file: Path, tmp_path: Path
 ) -> None:

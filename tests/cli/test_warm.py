@@ -221,6 +221,7 @@ def test_a_failed_job_says_why(run: Run, documents: Path, model_folder: str, tmp
     assert "No space left on device" in status["error"]
 
 
+@pytest.mark.slow
 def test_documents_that_vanish_take_their_caches_along(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:
@@ -232,6 +233,7 @@ def test_documents_that_vanish_take_their_caches_along(
     assert len(run.json("store", "sources", "--store", tmp_path / "s")["sources"]) == 2
 
 
+@pytest.mark.slow
 def test_a_file_that_became_a_folder_is_forgotten(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
     options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
     run.json("warm", "run", *options)
@@ -241,6 +243,7 @@ def test_a_file_that_became_a_folder_is_forgotten(run: Run, documents: Path, mod
     assert len(run.json("store", "sources", "--store", tmp_path / "s")["sources"]) == 2
 
 
+@pytest.mark.slow
 def test_a_record_called_like_a_file_that_is_elsewhere_is_not_warmed_again_and_again(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:
@@ -252,6 +255,7 @@ def test_a_record_called_like_a_file_that_is_elsewhere_is_not_warmed_again_and_a
     assert len(run.json("store", "sources", "--store", tmp_path / "s")["sources"]) == 4
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_often_is_warmed_first(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
     """Asking counts what it retrieves; a store with room for one then keeps the most retrieved."""
     store, options = tmp_path / "s", ("--model", model_folder, "--device", "cpu")
@@ -341,6 +345,7 @@ def test_a_record_that_cannot_be_read_is_said_so(run: Run, tmp_path: Path) -> No
     assert (code, "start it with `qcfuse warm run`" in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_enriched_passages_are_warmed_from_the_indexs_neighbours(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:
@@ -354,6 +359,7 @@ def test_enriched_passages_are_warmed_from_the_indexs_neighbours(
     assert (report["method"], report["base"], report["fallback"]) == ("fusionrag", "enriched", None)
 
 
+@pytest.mark.slow
 def test_documents_with_a_tag_shape_only_what_their_readers_read(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:

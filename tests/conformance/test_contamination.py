@@ -211,6 +211,7 @@ def logits_of(engine: FusionEngine, method: Method) -> torch.Tensor:
     return done.logits
 
 
+@pytest.mark.slow
 def test_only_these_methods_answer_otherwise_after_an_attack(worlds: tuple[FusionEngine, FusionEngine]) -> None:
     clean, attacked = worlds
     methods = [make_method(name) for name in METHODS] + [choose_method(name) for name in METHODS]

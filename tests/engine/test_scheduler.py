@@ -36,6 +36,7 @@ from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs import decode_graphs as step_graph
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support.cases import cases
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
@@ -350,7 +351,7 @@ def submit_together(scheduler: Scheduler, *prompts: Prompt) -> list[RequestHandl
         return [scheduler.submit(prompt, one, method=make_method("full")) for prompt in prompts]
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("order", cases([(0, 1), (1, 0)], (0, 1)))
 @pytest.mark.parametrize("method", ["full", "qcfuse"])
 def test_whoever_comes_first_both_get_full_answers(
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int], method: str
@@ -386,6 +387,7 @@ def test_a_short_question_overtakes_a_long_prompt(engine: FusionEngine, monkeypa
     assert last - recorded.parts.index(short) < 2 * recorded.parts.count(short), "and then goes on"
 
 
+@pytest.mark.slow
 def test_nobody_is_overtaken_for_ever(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fourth part is the oldest request's, however many short ones wait."""
     recorded = Recorded(engine, monkeypatch, rows=16)

@@ -13,6 +13,7 @@ from qcfuse_rag import FusionEngine, Prompt, SamplingParams, Scheduler, Schedule
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.runtime.step_costs import StepCosts
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from tests.support.cases import cases
 from tests.support.passages import PASSAGES, QUESTION
 
 FULL, REUSE = make_method("full"), make_method("reuse")
@@ -40,6 +41,7 @@ def prompts(engine: FusionEngine) -> list[Prompt]:
     return [engine.prompt(question, PASSAGES) for question in (QUESTION, "Why?", "Who is the captain?", "When?")]
 
 
+@pytest.mark.slow
 def test_mixed_fidelities_are_each_what_they_would_be_alone(engine: FusionEngine, scheduler: Scheduler) -> None:
     asked = prompts(engine)
     settings = [EXACT, FAST, HEAL, replace(EXACT, max_new_tokens=9)]
@@ -70,6 +72,7 @@ def test_one_request_heals_in_the_passes_of_its_steps(engine: FusionEngine, sche
     assert answer.healing.exact_tokens == len(prompt)
 
 
+@pytest.mark.slow
 def test_several_requests_heal_between_steps_as_far_as_the_slowdown_allows(
     engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +173,7 @@ def test_a_cancelled_request_stops_healing(
     assert all(other.result(60).ids for other in others)
 
 
-@pytest.mark.parametrize("beside", [0, 1])
+@pytest.mark.parametrize("beside", cases([0, 1], 1))
 def test_a_failure_of_healing_ends_no_answer(
     engine: FusionEngine, scheduler: Scheduler, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

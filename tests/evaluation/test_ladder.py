@@ -26,6 +26,7 @@ def library(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_everything_recomputed_is_full_prefill_and_less_is_not(
     library: Path, model_folder: str, tmp_path: Path
 ) -> None:

@@ -75,10 +75,18 @@ class Bench:
 
 
 @pytest.fixture
-def bench(run: Run, model_folder: str, tmp_path: Path) -> Bench:
+def drawing_bench(run: Run, model_folder: str, tmp_path: Path) -> Bench:
     return Bench(run, model_folder, tmp_path)
 
 
+@pytest.fixture
+def bench(drawing_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Return the command without its pictures, which take as long as the rest."""
+    seams.quality_plots(monkeypatch, lambda *_: [])
+    return drawing_bench
+
+
+@pytest.mark.slow
 def test_every_answer_is_that_of_the_users_own_path(tokenizer: Any) -> None:
     lm = LanguageModel.wrap(build_model("gemma2-softcap"), tokenizer, name="gemma2")
     engine = make_engine(lm, MemoryStore())
@@ -161,7 +169,8 @@ def test_the_summary_has_a_line_for_each_configuration(bench: Bench) -> None:
     assert lines["random"]["minus_random"] is None
 
 
-def test_table_plots_and_markdown_are_made(bench: Bench, tmp_path: Path) -> None:
+def test_table_plots_and_markdown_are_made(drawing_bench: Bench, tmp_path: Path) -> None:
+    bench = drawing_bench
     bench("--methods", "qcfuse", "--ratios", ".2,.5", "--size", 2, "--plots", tmp_path / "plots")
     assert "harbour: 2 questions" in bench.printed
     assert "| qcfuse | blind | 0.2 |" in (bench.out.parent / "r.md").read_text()
@@ -205,6 +214,7 @@ def test_results_without_answers_are_refused(bench: Bench) -> None:
         compare([bench.out])
 
 
+@pytest.mark.slow
 def test_running_again_adds_only_what_is_missing(bench: Bench) -> None:
     first = bench("--methods", "reuse", "--size", 2)
     again = bench("--methods", "reuse", "--size", 2)
@@ -216,6 +226,7 @@ def test_running_again_adds_only_what_is_missing(bench: Bench) -> None:
     assert {r["method"] for r in added if r["id"] == "q2"} == {"full", "no passages", "reuse", "random"}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_where_it_was(bench: Bench) -> None:
     whole = bench("--methods", "reuse,random")
     partial = bench.out.parent / "r.partial.jsonl"
@@ -229,6 +240,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(bench: Bench) -> None:
     assert what(again) == what(whole)
 
 
+@pytest.mark.slow
 def test_a_damaged_line_costs_its_own_record_only(bench: Bench) -> None:
     whole = bench("--methods", "reuse,random")
     partial = bench.out.parent / "r.partial.jsonl"
@@ -256,6 +268,7 @@ def likelihoods(found: dict[str, Any]) -> dict[tuple[str, str], float]:
     return {(r["id"], r["method"]): pytest.approx(r["nll"], abs=1e-6) for r in found["records"]}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("neighbours")
 def test_records_of_caches_made_beside_other_passages_are_made_anew(bench: Bench) -> None:
     options = ("--methods", "fusionrag,cachecraft,reuse", "--ratios", 0.2)
@@ -272,6 +285,7 @@ def test_records_of_caches_made_beside_other_passages_are_made_anew(bench: Bench
     assert likelihoods(bench(*options, "--size", 3)) == likelihoods(more) != likelihoods(few)
 
 
+@pytest.mark.slow
 def test_what_relaycaching_is_measured_without_is_said(bench: Bench) -> None:
     assert "generated before" not in str(bench("--methods", "reuse", "--size", 1)["about"]["notes"])
     bench("--methods", "relaycaching", "--size", 1)
@@ -280,6 +294,7 @@ def test_what_relaycaching_is_measured_without_is_said(bench: Bench) -> None:
     assert says in (bench.out.parent / "r.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [("--distractors", 0), ("--seed", 1), ("--max-new-tokens", 5)])
 def test_records_of_other_conditions_are_not_mixed(bench: Bench, change: tuple[str, int]) -> None:
     bench("--methods", "reuse", "--size", 1)
@@ -299,6 +314,7 @@ def test_a_file_that_is_no_bench_is_left_alone(bench: Bench, content: str) -> No
     assert partial.read_text() == content
 
 
+@pytest.mark.slow
 def test_distractors_leave_the_passages_that_hold_the_answer(bench: Bench) -> None:
     all_of_it = bench("--methods", "full", "--size", 1)["records"][0]["context_tokens"]
     bench.out = bench.out.with_name("few.json")
@@ -310,6 +326,7 @@ def test_distractors_leave_the_passages_that_hold_the_answer(bench: Bench) -> No
     assert "1 questions do not say which passages" in bench.printed
 
 
+@pytest.mark.slow
 def test_the_qcfuse_releases_layout_and_names_are_understood(bench: Bench) -> None:
     release = [{"input": QUESTION, "context": PASSAGES, "answers": "school"} for _ in range(2)]
     bench.write("release", release)
@@ -318,6 +335,7 @@ def test_the_qcfuse_releases_layout_and_names_are_understood(bench: Bench) -> No
     assert {r["id"] for r in found["records"]} == {"1", "2"}
 
 
+@pytest.mark.slow
 def test_several_datasets_and_a_folder_as_store(bench: Bench, tmp_path: Path) -> None:
     bench.write("other", RECORDS[:1])
     found = bench("--methods", "reuse", "--store", tmp_path / "kv", dataset="harbour,other")
@@ -332,6 +350,7 @@ def test_several_datasets_and_a_folder_as_store(bench: Bench, tmp_path: Path) ->
     assert any((tmp_path / "kv").iterdir())
 
 
+@pytest.mark.slow
 def test_datasets_of_one_name_in_two_folders_are_two(bench: Bench, tmp_path: Path) -> None:
     for name, records in (("a", RECORDS[:1]), ("b", RECORDS[1:])):
         (bench.data / name).mkdir()
@@ -344,12 +363,14 @@ def test_datasets_of_one_name_in_two_folders_are_two(bench: Bench, tmp_path: Pat
     assert {path.name.split(".")[1] for path in (tmp_path / "plots").iterdir()} == {"a-dev", "b-dev"}
 
 
+@pytest.mark.slow
 def test_lines_of_a_table_are_in_the_order_asked_for(bench: Bench) -> None:
     found = bench("--methods", "reuse,qcfuse", "--ratios", ".1,.5")
     lines = [(line["method"], line["ratio"]) for line in found["summary"]]
     assert lines == [("full", 1.0), ("no passages", None), ("reuse", 0.0), ("qcfuse", 0.1), ("qcfuse", 0.5)]
 
 
+@pytest.mark.slow
 def test_a_number_of_tokens_is_not_crossed_with_ratios(bench: Bench) -> None:
     found = bench("--methods", "epic[n_tokens=0],epic", "--ratios", ".1", "--size", 1)
     bases = {line["method"]: (line["base"], line["ratio"]) for line in found["summary"]}
@@ -366,6 +387,7 @@ def test_answers_that_a_guard_had_computed_in_full_are_told(bench: Bench) -> Non
     assert note.startswith("auto: 1 of 1 answers were computed in full")
 
 
+@pytest.mark.slow
 def test_questions_are_prepared_in_groups(bench: Bench) -> None:
     one_by_one = bench("--methods", "reuse", "--group", 1)
     bench.out = bench.out.with_name("at-once.json")
@@ -378,6 +400,7 @@ def test_questions_are_prepared_in_groups(bench: Bench) -> None:
     assert chunks == [9, 9], "titles differ, so no passage is in two questions"
 
 
+@pytest.mark.slow
 def test_a_question_too_long_for_the_model_is_named_and_left_out(bench: Bench) -> None:
     bench.write(
         "long", [RECORDS[0], {**RECORDS[1], "passages": [{"title": "", "text": PASSAGES[0] * 60}], "supporting": []}]
@@ -387,6 +410,7 @@ def test_a_question_too_long_for_the_model_is_named_and_left_out(bench: Bench) -
     assert "long q1: its prompt exceeds the window of 2,048 tokens" in found["about"]["notes"][0]
 
 
+@pytest.mark.slow
 def test_rulers_tasks_are_made_when_there_is_no_file(bench: Bench) -> None:
     found = bench("--methods", "reuse", "--size", 1, "--ruler-tokens", 1800, dataset="ruler_mv")
     (record,) = [r for r in found["records"] if r["method"] == "full"]

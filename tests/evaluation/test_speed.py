@@ -56,6 +56,8 @@ TINY = {
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
+    """Return a tiny model, on a machine whose rates need not be measured: that takes seconds."""
+    seams.measured_ceilings(monkeypatch, lambda lm: Ceilings(1e11, 1e10, 5e9))
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     return random_model("tiny", device="cpu")
 
@@ -175,6 +177,7 @@ def test_a_throttled_store_reads_as_slowly_as_it_says() -> None:
     assert time.perf_counter() - started >= 0.95 * own.nbytes / 1e5
 
 
+@pytest.mark.slow
 def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
     methods = tuple(configurations(["auto[guard=false]", "reuse"], [0.1])[1:])
     found = measure_speed(
@@ -315,6 +318,7 @@ def test_the_command_writes_json_a_page_and_a_picture(
     assert (code, "not both" in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_kept_where_no_picture_can_be_drawn(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

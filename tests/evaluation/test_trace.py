@@ -26,6 +26,7 @@ def write(path: Path, *conversations: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in [*records, {"type": "response", "body": {}}]))
 
 
+@pytest.mark.slow
 def test_prefix_system_prefix_and_passages_are_counted_once_each(tmp_path: Path, model_folder: str) -> None:
     first = [SYSTEM, asked(PASSAGES[0], PASSAGES[1])]
     second = [*first, {"role": "assistant", "content": "It is old."}, asked(PASSAGES[1], PASSAGES[0])]

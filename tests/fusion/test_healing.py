@@ -15,6 +15,7 @@ from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.step_costs import StepCosts
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from tests.support.cases import cases
 from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import plain_forward, whole_forward
@@ -56,7 +57,7 @@ class TestEveryFamily:
     def engine(self, family: LanguageModel) -> FusionEngine:
         return make_warmed_engine(family)
 
-    @pytest.mark.parametrize("rows", [1, 7, 64, 1000])
+    @pytest.mark.parametrize("rows", cases([1, 7, 64, 1000], 7, 1000))
     def test_healing_makes_the_cache_full_prefills(self, engine: FusionEngine, prompt: Prompt, rows: int) -> None:
         prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=len(ANSWER))
         assert distance(engine.lm, prefilled, prompt.ids) > 100 * TOLERANCE, "there is something to heal"
@@ -73,7 +74,7 @@ class TestEveryFamily:
         assert float((logits - expected[len(prompt) - 1 :]).abs().max()) < TOLERANCE
 
     @pytest.mark.parametrize("attended", [0.0, 0.3])
-    @pytest.mark.parametrize("rows", [3, 32, 1000])
+    @pytest.mark.parametrize("rows", cases([3, 32, 1000], 32))
     def test_steps_that_heal_end_over_an_exact_cache(
         self, engine: FusionEngine, prompt: Prompt, rows: int, attended: float
     ) -> None:
@@ -105,6 +106,7 @@ def test_a_step_that_heals_gives_the_logits_after_its_own_row(engine: FusionEngi
     assert float((logits - expected).abs().max()) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_single_row_is_enough_per_pass_of_its_own(engine: FusionEngine, prompt: Prompt) -> None:
     prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=len(ANSWER))
     healing = Healing(engine.runner, prefilled)
@@ -241,7 +243,7 @@ class TestExactTokens:
             assert prefilled.exact_tokens == len(prompt)
             assert distance(engine.lm, prefilled, prompt.ids) < TOLERANCE
 
-    @pytest.mark.parametrize("ratio", [0.1, 0.5])
+    @pytest.mark.parametrize("ratio", cases([0.1, 0.5], 0.1))
     @pytest.mark.parametrize("name", ["qcfuse", "relaxkv", "prophetkv", "cacheblend", "fusionrag", "agentkvshift"])
     def test_they_are_exact_whatever_the_method(
         self, engine: FusionEngine, prompt: Prompt, name: str, ratio: float

@@ -44,7 +44,7 @@ def prompts(draw: st.DrawFn) -> Prompt:
     return Prompt((*segments, Segment(Role.QUESTION, draw(st.sampled_from(pieces)), "")))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(prompts(), st.integers(0, 3), st.integers(0, 200)), max_size=8),
     prompts(),
@@ -200,7 +200,7 @@ def test_memory_stays_under_the_limit_and_is_not_lost(llama: LanguageModel) -> N
     limit = 500 * llama.kv_bytes_per_token
     engine = make_engine(llama, MemoryStore(), prefix_bytes=limit)
     engine.warm(PASSAGES)
-    for number in range(100):
+    for number in range(40):
         engine.generate(engine.prompt(f"Why {number}?", PASSAGES[: number % 4]), PARAMS)
         assert 0 < engine.prefixes.nbytes <= limit
     assert engine.runner.pool.spare_bytes < 40 * limit

@@ -16,6 +16,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support import references
+from tests.support.cases import cases
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
@@ -31,7 +32,7 @@ METHODS = {
 LENGTH = 6
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=cases(FAMILIES, "llama", "gpt-oss-sinks"))
 def engine(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> FusionEngine:
     lm = LanguageModel.wrap(build_model(request.param), tokenizer, name=request.param)
     engine = make_engine(lm, MemoryStore())
@@ -55,7 +56,7 @@ def batch(engine: FusionEngine) -> list[Prompt]:
     return [*prompts, prompts[0], engine.prompt(QUESTION, [first], history=[("user", "Hello."), ("assistant", "Yes?")])]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", cases(METHODS.keys(), "full", "cacheblend"))
 def test_answers_are_those_of_one_by_one(engine: FusionEngine, name: str) -> None:
     prompts, params = batch(engine), SamplingParams(max_new_tokens=LENGTH)
     alone = [engine.generate(prompt, params, method=METHODS[name]) for prompt in prompts]

@@ -19,6 +19,7 @@ from qcfuse_rag.runtime.step_costs import StepCosts
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references
+from tests.support.cases import cases
 from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
@@ -70,7 +71,7 @@ class TestEveryFamily:
             assert (answer.healing.exact_tokens, answer.healing.reason) == (len(prompt), None)
             assert 0 < answer.healing.drafted <= DRAFT_TOKENS
 
-    @pytest.mark.parametrize("rows", [4, 64, 512])
+    @pytest.mark.parametrize("rows", cases([4, 64, 512], 64))
     def test_it_ends_over_an_exact_cache(
         self, engine: FusionEngine, prompt: Prompt, rows: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -111,13 +112,15 @@ class TestExact:
         agreed = agreeing.index(False) if False in agreeing else len(agreeing)
         assert (answer.healing.drafted, answer.healing.accepted) == (len(fused), agreed)
 
-    @pytest.mark.parametrize("length", [1, 2, 3, DRAFT_TOKENS - 1, DRAFT_TOKENS, DRAFT_TOKENS + 1])
+    @pytest.mark.parametrize(
+        "length", cases([1, 2, 3, DRAFT_TOKENS - 1, DRAFT_TOKENS, DRAFT_TOKENS + 1], 1, DRAFT_TOKENS)
+    )
     def test_the_length_limit_is_respected(self, engine: FusionEngine, prompt: Prompt, length: int) -> None:
         params = replace(EXACT, max_new_tokens=length)
         full = engine.generate(prompt, replace(params, fidelity="fast"), method=FULL)
         assert same(engine.generate(prompt, params), full)
 
-    @pytest.mark.parametrize("at", [0, 1, 3, 7])
+    @pytest.mark.parametrize("at", cases([0, 1, 3, 7], 0, 7))
     def test_an_end_token_ends_it_wherever_in_a_draft(
         self, engine: FusionEngine, prompt: Prompt, at: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -183,7 +186,7 @@ class TestExact:
         assert stream.generation is not None
         assert (stream.generation.text, stream.generation.finish_reason) == ("", "cancelled")
 
-    @pytest.mark.parametrize("failing", ["step", "advance", "finish"])
+    @pytest.mark.parametrize("failing", cases(["step", "advance", "finish"], "step"))
     def test_if_healing_fails_the_prompt_is_computed_in_full(
         self, engine: FusionEngine, prompt: Prompt, failing: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -199,7 +202,7 @@ class TestExact:
 
 
 class TestHeal:
-    @pytest.mark.parametrize("rows", [16, 512])
+    @pytest.mark.parametrize("rows", cases([16, 512], 16))
     def test_an_answer_of_a_grammar_is_compared_under_the_grammar(
         self, engine: FusionEngine, prompt: Prompt, rows: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -17,6 +17,7 @@ from qcfuse_rag.errors import InvalidGrammar, InvalidTemplate, UnsupportedModel
 from qcfuse_rag.generation.grammar import close_objects, json_grammar
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.tool_parsers import TOOL_CALL_PARSERS, ToolCall, ToolCallParser, tool_call_parser
+from tests.support.cases import cases
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
@@ -42,7 +43,7 @@ def write_calls(parser: ToolCallParser, calls: list[ToolCall]) -> str:
     return "\n".join(f"{parser.start_tag}\n{entry}\n{parser.end_tag}" for entry in entries)
 
 
-@pytest.fixture(scope="module", params=TEMPLATES)
+@pytest.fixture(scope="module", params=cases(TEMPLATES.keys(), "hermes"))
 def tool_engine(request: pytest.FixtureRequest) -> FusionEngine:
     """Return an engine whose chat template shows tools."""
     tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), request.param)
@@ -143,19 +144,20 @@ class TestReading:
 
 
 class TestDemanding:
-    @pytest.mark.parametrize("choice", ["required", "any", True, "look_up", {"function": {"name": "look_up"}}])
-    def test_a_demanded_call_is_made_rightly(self, tool_engine: FusionEngine, choice: Any) -> None:
+    @pytest.mark.parametrize(
+        ("seed", "choice"), enumerate(["required", "any", True, "look_up", {"function": {"name": "look_up"}}])
+    )
+    def test_a_demanded_call_is_made_rightly(self, tool_engine: FusionEngine, seed: int, choice: Any) -> None:
         tokenizer, form = tool_engine.lm.tokenizer, ResponseFormat([LOOK_UP], choice)
-        for seed in range(3):
-            settings = form.sampling(SamplingParams(max_new_tokens=200, temperature=1.5, seed=seed), tokenizer)
-            prompt = tool_engine.prompt(QUESTION, PASSAGES, tools=form.visible_tools)
-            generation = tool_engine.generate(prompt, settings)
-            _, reply = ResponseReader(tokenizer, form).finish(generation)
-            assert generation.finish_reason == "end"
-            assert reply.content == ""
-            (call,) = reply.calls
-            jsonschema.validate(call.arguments, PARAMETERS)
-            assert set(call.arguments) == {"boat", "year"}
+        settings = form.sampling(SamplingParams(max_new_tokens=200, temperature=1.5, seed=seed), tokenizer)
+        prompt = tool_engine.prompt(QUESTION, PASSAGES, tools=form.visible_tools)
+        generation = tool_engine.generate(prompt, settings)
+        _, reply = ResponseReader(tokenizer, form).finish(generation)
+        assert generation.finish_reason == "end"
+        assert reply.content == ""
+        (call,) = reply.calls
+        jsonschema.validate(call.arguments, PARAMETERS)
+        assert set(call.arguments) == {"boat", "year"}
 
     def test_of_several_tools_one_is_called(self, tool_engine: FusionEngine) -> None:
         form = ResponseFormat(TOOLS, "any")

@@ -57,6 +57,7 @@ def test_logits_along_a_foreign_answer_are_the_models_own(served: FusionEngine, 
     torch.testing.assert_close(answer_logits(served.runner, prefilled, foreign), expected.float(), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_caches_are_identical_exactly_if_their_greedy_answers_are(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = make_engine(LanguageModel.wrap(build_model("llama"), tokenizer, name="llama"), MemoryStore())
     engine.warm(PASSAGES)

@@ -77,6 +77,7 @@ def test_reused_rows_over_fused_caches_are_the_rows_that_were_computed(family: L
     assert torch.allclose(finished.value.value.logits, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_eight_conversations_at_once_with_evictions(family: LanguageModel) -> None:
     bytes_of_two = 2 * 400 * family.kv_bytes_per_token
     keeping, plain = make_pair(family, FULL_PREFILL, prefix_bytes=bytes_of_two)

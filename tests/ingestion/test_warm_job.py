@@ -186,6 +186,7 @@ engine.warm(texts, sources=["boats.md"] * 20, batch_tokens=60, progress=die)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_job_continues_where_it_stopped(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

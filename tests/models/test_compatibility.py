@@ -300,6 +300,7 @@ def test_code_that_a_model_brings_is_not_run(tmp_path: Path, tokenizer: PreTrain
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_in_a_folder_is_no_text_decoder(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     T5Config(vocab_size=32, d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -25,6 +25,7 @@ from qcfuse_rag.models.load import load_pretrained
 from qcfuse_rag.models.packed_checkpoint import TENSORS_FILE
 from qcfuse_rag.models.weight_formats import weight_format
 from qcfuse_rag.runtime.language_model import LanguageModel
+from tests.support.cases import cases
 from tests.support.passages import QUESTION
 
 OWN = {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS}
@@ -140,6 +141,7 @@ def test_a_later_start_reads_the_conversion_alone(file: Path, read: list[str], w
     assert second.tokenizer.chat_template == first.tokenizer.chat_template
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["model", "int8"])
 def test_from_the_third_start_on_neither_the_file_nor_the_weights_are_hashed(
     file: Path, monkeypatch: pytest.MonkeyPatch, weights: str
@@ -226,7 +228,7 @@ INT8_DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("damage", INT8_DAMAGES.values(), ids=INT8_DAMAGES)
+@pytest.mark.parametrize("damage", cases(INT8_DAMAGES, "half the weights"))
 def test_a_damaged_conversion_in_int8_is_made_again(
     file: Path, assets: Path, read: list[str], damage: Callable[[Path], None]
 ) -> None:
@@ -237,7 +239,7 @@ def test_a_damaged_conversion_in_int8_is_made_again(
         assert len(read) == 2
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("damage", cases(DAMAGES, "half the weights", "no source", "bytes as source"))
 def test_a_damaged_conversion_is_made_again(
     file: Path, assets: Path, read: list[str], damage: Callable[[Path], None]
 ) -> None:

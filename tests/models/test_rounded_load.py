@@ -22,8 +22,9 @@ from qcfuse_rag.models.load import load_pretrained
 from qcfuse_rag.models.packed_checkpoint import packed_bytes
 from qcfuse_rag.models.rounded_load import ONE_AT_A_TIME, rounding_while_loading
 from qcfuse_rag.models.weight_formats import LINEARS, HeldFormat, round_weights, weight_format
-from tests.models.test_weight_formats import WITH_EXPERTS
-from tests.support.families import FAMILIES, build_model
+from tests.models.test_weight_formats import FAMILY_CASES, WITH_EXPERTS
+from tests.support.cases import cases
+from tests.support.families import build_model
 
 both_formats = pytest.mark.parametrize("weights", list(LINEARS))
 
@@ -71,7 +72,7 @@ def require_same(model: PreTrainedModel, expected: PreTrainedModel) -> None:
 
 
 @both_formats
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - WITH_EXPERTS))
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_every_family(
     family: str, weights: HeldFormat, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, early: list[int]
 ) -> None:
@@ -193,7 +194,7 @@ def test_models_of_other_threads_and_the_environment_stay_as_they_are(monkeypatc
     assert ONE_AT_A_TIME not in os.environ
 
 
-@pytest.mark.parametrize("family", sorted(WITH_EXPERTS))
+@pytest.mark.parametrize("family", cases(sorted(WITH_EXPERTS), "gpt-oss-sinks"))
 def test_a_model_that_cannot_be_rounded_is_refused_before_its_weights_are_read(
     family: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, early: list[int]
 ) -> None:

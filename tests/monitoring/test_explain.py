@@ -141,6 +141,7 @@ def test_stages_and_the_probes_shares_are_drawn(engine: FusionEngine) -> None:
     assert sum(shares) == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
 def test_a_browser_shows_it(engine: FusionEngine, tmp_path: Path) -> None:
     from PIL import Image

@@ -21,6 +21,7 @@ from qcfuse_rag.prompts.joined_text import prompt_from_joined_text
 from qcfuse_rag.prompts.segments import Role, Segment
 from qcfuse_rag.prompts.special_tokens import MARK_CHARACTERS, RenderedText, SpecialTokenMarker, estimate_length
 from qcfuse_rag.prompts.template import Turn
+from tests.support.cases import cases
 from tests.support.families import build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.tool_templates import LOOK_UP, teach
@@ -134,7 +135,7 @@ PRINTED_AS = {
 
 
 @pytest.mark.parametrize("place", TOOL_PLACES)
-@pytest.mark.parametrize("printed", PRINTED_AS)
+@pytest.mark.parametrize("printed", cases(PRINTED_AS.keys(), "json", "fields"))
 def test_no_tool_ends_the_system_turn(tokenizer: PreTrainedTokenizerFast, place: str, printed: str) -> None:
     """A third party's tool adds no special tokens anywhere, and the model sees what it spells."""
     other = copy.deepcopy(tokenizer)
@@ -379,7 +380,7 @@ def test_a_prompt_must_end_in_text_to_compute() -> None:
         Prompt((Segment(Role.CHUNK, (1,), ""), Segment(Role.HEAD, (2,), ""), Segment(Role.TEXT, (3,), "")))
 
 
-@pytest.mark.parametrize("how", ["passage", "offsets", "conversation"])
+@pytest.mark.parametrize("how", cases(["passage", "offsets", "conversation"], "offsets"))
 def test_other_threads_run_while_a_long_text_is_tokenised(builder: PromptBuilder, how: str) -> None:
     """The server answers health checks meanwhile."""
     text = "ferry boat " * 60_000

@@ -21,7 +21,7 @@ from qcfuse_rag import FusionEngine, open_store
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
 
-pytestmark = [pytest.mark.enable_socket, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.enable_socket, pytest.mark.timeout(300), pytest.mark.slow]
 METHOD = ["--method", "prophetkv", "--ratio", "0.1", "--base", "framed"]
 TOKEN = "a token of the tests"
 

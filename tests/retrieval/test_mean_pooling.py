@@ -31,6 +31,7 @@ def reference() -> SentenceTransformer:
     return SentenceTransformer(default_embedder(), device="cpu")
 
 
+@pytest.mark.slow
 def test_vectors_are_those_of_sentence_transformers(own: MeanPoolingModel, reference: SentenceTransformer) -> None:
     texts = [line for text in corpus().values() for line in text.splitlines()][: 2 * BATCH_TEXTS + 5]
     assert len(texts) > 2 * BATCH_TEXTS
@@ -41,6 +42,7 @@ def test_vectors_are_those_of_sentence_transformers(own: MeanPoolingModel, refer
     assert len(own([])) == 0
 
 
+@pytest.mark.slow
 def test_the_default_model_does_not_import_sentence_transformers() -> None:
     program = (
         "import sys; from qcfuse_rag.bundled import default_embedder; "

@@ -256,6 +256,7 @@ def test_the_default_methods_guard_has_the_same_limit(
     assert done.report.fallback == "everything is computed: the store gave no answer within 0.5 s"
 
 
+@pytest.mark.slow
 def test_a_slow_store_after_damage_has_only_the_rest_of_the_limit(engine: FusionEngine, store: WatchedStore) -> None:
     limited, damaged = make_engine(engine.lm, store, load_limit_s=3.0), []
 

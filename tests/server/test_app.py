@@ -29,6 +29,7 @@ from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import MAX_PREPARING, EngineBackend
 from qcfuse_rag.server.events import Event
 from qcfuse_rag.server.request import ChatRequest
+from tests.support.cases import cases
 from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
@@ -374,18 +375,20 @@ async def test_a_burst_waits_for_its_turn_to_be_prepared(engine: FusionEngine, m
 
 @pytest.mark.parametrize(
     "content",
-    [
-        {"messages": [{"role": "user", "content": "ferry " * 180_000}]},
-        {"messages": [{"role": "user", "content": "ferry" * 200_000}]},
-        {"messages": [{"role": "user", "content": " " * 1_000_000 + "?"}]},
-        {"messages": [{"role": "user", "content": "\u6f22" * 340_000}]},
-        {"documents": ["ferry " * 4_000] * 40},
-        {"documents": ["."] * 256, "messages": [{"role": "user", "content": "a." * 500_000}]},
-        {"tools": [{"function": {"name": "f", "description": "ferry " * 180_000}}]},
-        {"messages": [{"role": "user", "content": "x", "more": ["deep"] * 120_000}]},
-        {"messages": [{"role": "user", "content": "Ann sings. " * 250}]},
-    ],
-    ids=["words", "one word", "spaces", "Chinese", "documents", "stops", "tools", "other fields", "what fits"],
+    cases(
+        {
+            "words": {"messages": [{"role": "user", "content": "ferry " * 180_000}]},
+            "one word": {"messages": [{"role": "user", "content": "ferry" * 200_000}]},
+            "spaces": {"messages": [{"role": "user", "content": " " * 1_000_000 + "?"}]},
+            "Chinese": {"messages": [{"role": "user", "content": "\u6f22" * 340_000}]},
+            "documents": {"documents": ["ferry " * 4_000] * 40},
+            "stops": {"documents": ["."] * 256, "messages": [{"role": "user", "content": "a." * 500_000}]},
+            "tools": {"tools": [{"function": {"name": "f", "description": "ferry " * 180_000}}]},
+            "other fields": {"messages": [{"role": "user", "content": "x", "more": ["deep"] * 120_000}]},
+            "what fits": {"messages": [{"role": "user", "content": "Ann sings. " * 250}]},
+        },
+        "documents",
+    ),
 )
 async def test_a_burst_of_long_texts_leaves_health_and_memory(engine: FusionEngine, content: dict[str, Any]) -> None:
     backend = EngineBackend(EngineHandle.wrap(engine, SchedulerSettings(waiting=64)), "tiny", max_requests=64)
@@ -448,7 +451,7 @@ async def test_a_long_text_is_refused_before_it_is_tokenised(
     assert sum(encoded) < 10_000
 
 
-@pytest.mark.parametrize("sign", ["\u6f22", "ab ", "a.", "\U0001f680", "  x"])
+@pytest.mark.parametrize("sign", cases(["\u6f22", "ab ", "a.", "\U0001f680", "  x"], "ab "))
 async def test_tokenising_ends_soon_beyond_the_window(
     http: httpx.AsyncClient, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, sign: str
 ) -> None:

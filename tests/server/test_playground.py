@@ -76,38 +76,36 @@ async def test_no_script_writes_html() -> None:
     assert not re.findall(r"localStorage|document\.cookie|indexedDB", scripts)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        f"{FOLDER}/../app.py",
-        f"{FOLDER}/..%2fapp.py",
-        f"{FOLDER}/%2e%2e/app.py",
-        f"{FOLDER}/%2e%2e%2f%2e%2e%2f%2e%2e%2fpyproject.toml",
-        f"{FOLDER}//etc/passwd",
-        f"{FOLDER}/%2fetc%2fpasswd",
-        f"{FOLDER}/..%5capp.py",
-        f"{FOLDER}/main.js%00.css",
-        f"{FOLDER}/../v1/models",
-        f"{FOLDER}/",
-        f"{FOLDER}/none.js",
-        f"{FOLDER}/{'a' * 5000}",
-    ],
-)
 @pytest.mark.enable_socket
-async def test_no_path_leads_elsewhere(path: str) -> None:
+async def test_no_path_leads_elsewhere() -> None:
     """Paths are sent as they are: a client would put `..` right."""
     from qcfuse_rag.server.http_server import make_server
 
     app = make_app(FixedBackend(), token="right")
     add_playground(app)
+    paths = [
+        "../app.py",
+        "..%2fapp.py",
+        "%2e%2e/app.py",
+        "%2e%2e%2f%2e%2e%2f%2e%2e%2fpyproject.toml",
+        "/etc/passwd",
+        "%2fetc%2fpasswd",
+        "..%5capp.py",
+        "main.js%00.css",
+        "../v1/models",
+        "",
+        "none.js",
+        "a" * 5000,
+    ]
     async with listening(make_server(app, max_requests=2)) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n".encode())
-        answered = await reader.read()
-        writer.close()
-    assert answered.split(b"\r\n", 1)[0] == b"HTTP/1.1 404 Not Found"
-    assert b"import" not in answered
-    assert b"root:" not in answered
+        for path in paths:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"GET {FOLDER}/{path} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n".encode())
+            answered = await reader.read()
+            writer.close()
+            assert answered.split(b"\r\n", 1)[0] == b"HTTP/1.1 404 Not Found", path
+            assert b"import" not in answered, path
+            assert b"root:" not in answered, path
 
 
 @pytest.mark.parametrize("path", PATHS)

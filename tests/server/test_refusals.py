@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -50,6 +51,7 @@ async def listening(server: uvicorn.Server) -> AsyncIterator[int]:
     yield port
     server.should_exit = True
     await running
+    gc.freeze()  # as it was before: see the tests' `pytest_collection`
 
 
 async def said(port: int, *parts: bytes) -> bytes:

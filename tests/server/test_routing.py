@@ -74,6 +74,7 @@ def simulate(route: Route, requests: list[list[str]], *, room: int, answer_takes
     return sum(memory.hits for memory in memories) / sum(memory.lookups for memory in memories), longest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_skewed_workload_finds_half_as_much_again_in_memory(seed: int) -> None:
     requests = workload(6000, passages=4000, topics=200, seed=seed)

@@ -16,6 +16,7 @@ from qcfuse_rag.store.backends.tiered import TieredStore
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.maintenance import fsck
 from tests.store.disk.folders import in_a_child
+from tests.support.cases import cases
 from tests.support.engines import make_engine
 
 TEXTS = [f"passage {number} of the report is about {'many things ' * number}" for number in range(6)]
@@ -68,7 +69,7 @@ def prefix_only(llama: LanguageModel, folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("number", range(1, 7))
+@pytest.mark.parametrize("number", cases(range(1, 7), 2, 6))
 @pytest.mark.parametrize("replace", [True, False])
 def test_it_stays_forgotten(
     llama: LanguageModel,
@@ -90,6 +91,7 @@ def test_it_stays_forgotten(
         assert fsck(store).clean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("number", [1, 3, 6])
 def test_what_a_killed_job_leaves_is_found_and_removed(

@@ -97,6 +97,8 @@ shadow_prefill = _seam("qcfuse_rag.monitoring.shadow.prefill")
 spare_connections = _seam("qcfuse_rag.server.http_server.SPARE_CONNECTIONS")
 counted_bytes = _seam("qcfuse_rag.server.json_body.PIECE_BYTES")
 demo_corpus = _seam("qcfuse_rag.cli.demo.corpus")
+quality_plots = _seam("qcfuse_rag.evaluation.quality.tables.draw")
+measured_ceilings = _seam("qcfuse_rag.evaluation.speed.measure.measure_ceilings")
 nearest_passages = _seam("qcfuse_rag.evaluation.quality.offline.embedded_neighbours")
 
 

@@ -34,7 +34,9 @@ STRICT = VerifyLimits(kl=1e-6, agreement=1.0, loss=0.0)
 @pytest.fixture(scope="module")
 def long_llama(tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
     """Return a tiny Llama whose window holds the prompts that methods are verified on."""
-    return LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), tokenizer, name="long")
+    return LanguageModel.wrap(
+        build_model("llama", num_hidden_layers=2, max_position_embeddings=2048), tokenizer, name="long"
+    )
 
 
 @pytest.fixture
@@ -91,6 +93,7 @@ def test_a_sweep_ends_at_the_first_ratio_that_passes(engine: FusionEngine) -> No
     assert [trial.label for trial in result.tried] == ["ratio 0.05", "ratio 0.05, calibrated"]
 
 
+@pytest.mark.slow
 def test_the_trial_with_less_divergence_is_recommended_and_applied(engine: FusionEngine) -> None:
     """Readers of a random model's caches are corrected by the biases that the verdict holds."""
     result = verify(engine, OPEN, texts=PASSAGES, settings=replace(settings(LOOSE), size=2))
@@ -106,6 +109,7 @@ def test_the_trial_with_less_divergence_is_recommended_and_applied(engine: Fusio
     assert result.applied(other) is other, "a calibration holds for its own ratio"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cacheblend", "relaxkv"])
 def test_a_method_whose_rows_differ_between_layers_is_not_calibrated(engine: FusionEngine, name: str) -> None:
     """The pipeline does not correct them: neither a layer hook's, nor those of a selection with `until`."""
@@ -130,6 +134,7 @@ def test_a_method_that_drifts_does_not_pass(engine: FusionEngine) -> None:
     assert verify(engine, REUSE, texts=PASSAGES, settings=settings(LOOSE)).passed
 
 
+@pytest.mark.slow
 def test_full_prefill_runs_once_for_all_ratios(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     full: list[int] = []
     prefill = FusionEngine.prefill
@@ -143,6 +148,7 @@ def test_full_prefill_runs_once_for_all_ratios(engine: FusionEngine, monkeypatch
     assert (sum(full), len(full)) == (3, 3 + 3 * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 40])
 def test_passages_that_are_not_kept_are_prefilled_again(
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
@@ -163,6 +169,7 @@ def test_passages_that_are_not_kept_are_prefilled_again(
     assert sum(map(bool, warmed)) == (first_time if kept_bytes else first_time + 2 * first_time)
 
 
+@pytest.mark.slow
 def test_only_answers_that_differ_are_decoded(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full prefill decodes each of three answers; fused, of an identical answer nothing is decoded."""
     decoded: list[int] = []
@@ -179,6 +186,7 @@ def test_only_answers_that_differ_are_decoded(engine: FusionEngine, monkeypatch:
     assert 7 < len(decoded) <= 3 + 4 + 2 * 2, "the passages' cases have no expected strings"
 
 
+@pytest.mark.slow
 def test_progress_ends_full(engine: FusionEngine) -> None:
     steps: list[tuple[int, int]] = []
     verify(
@@ -188,6 +196,7 @@ def test_progress_ends_full(engine: FusionEngine) -> None:
     assert steps == [*((done, most) for done in range(1, first_ratio + 1)), (first_ratio, first_ratio)]
 
 
+@pytest.mark.slow
 def test_a_guard_does_not_hide_what_it_would_refuse(engine: FusionEngine) -> None:
     """Verified is what fusing gives, not what is computed in full because the prompts of the test are short."""
     guarded = replace(REUSE, guard=BreakEven(margin=1e-9))
@@ -195,6 +204,7 @@ def test_a_guard_does_not_hide_what_it_would_refuse(engine: FusionEngine) -> Non
     assert values(result.tried[0])["kl"] > 0
 
 
+@pytest.mark.slow
 def test_verifying_leaves_the_store_as_it_is(engine: FusionEngine) -> None:
     verify(engine, REUSE, texts=PASSAGES, settings=settings(LOOSE))
     assert not list(engine.store.entries())

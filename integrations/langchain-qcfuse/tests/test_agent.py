@@ -85,6 +85,7 @@ def converse(lm: LanguageModel, checked: Collection[int]) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_every_call_reuses_the_calls_before() -> None:
     tokenizer = teach(build_tokenizer(lambda: PASSAGES), "hermes")
     converse(LanguageModel.wrap(build_model("llama", max_position_embeddings=8192), tokenizer), range(TURNS))

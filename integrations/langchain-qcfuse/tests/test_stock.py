@@ -157,6 +157,7 @@ async def test_a_graph(chat: ChatQCFuse) -> None:
     assert hits(final_state["answer"]) == [True] * 3
 
 
+@pytest.mark.slow
 async def test_many_questions_at_once_are_all_answered_and_the_loop_runs_on(chat: ChatQCFuse) -> None:
     asked = [[HumanMessage(f"{text}\n\nQuestion {number}?")] for number, text in enumerate(PASSAGES * 11)][:32]
     expected = [chat.invoke(messages).content for messages in asked]

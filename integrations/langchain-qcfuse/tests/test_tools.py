@@ -70,6 +70,7 @@ async def test_a_required_call_all_four_ways(chat: ChatQCFuse) -> None:
         assert message.usage_metadata["output_tokens"] > 0  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_documents_stay_with_their_question_when_tools_have_answered(chat: ChatQCFuse) -> None:
     chat.warm(DOCUMENTS)
     chat.engine.prefixes.limit_bytes = 10**8
@@ -108,6 +109,7 @@ class Retrieve(AgentMiddleware):
         return handler(request.override(model_settings={"documents": DOCUMENTS}))
 
 
+@pytest.mark.slow
 def test_a_middleware_passes_documents(chat: ChatQCFuse) -> None:
     chat.warm(DOCUMENTS)
     agent = create_agent(chat, [], middleware=[Retrieve()])
@@ -116,6 +118,7 @@ def test_a_middleware_passes_documents(chat: ChatQCFuse) -> None:
     assert all(lookup["hit"] for lookup in answer.response_metadata["fusion"]["lookups"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 async def test_structured_answers(chat: ChatQCFuse, method: Any) -> None:
     boat = chat.with_structured_output(Boat, method=method)

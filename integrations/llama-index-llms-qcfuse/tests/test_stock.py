@@ -17,6 +17,7 @@ from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseVectorStore, QCFuseWarmup
 from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support.cases import cases
 from tests.support.llama_index_documents import LetterEmbedding, hits
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -50,7 +51,7 @@ class TwoQuestions(BaseQuestionGenerator):
         ("accumulate", [1, 1, 1]),
     ],
 )
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", cases([False, True], False))
 def test_every_synthesizer_reuses_every_retrieved_node(
     llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports, mode: str, expected: list[int], streaming: bool
 ) -> None:

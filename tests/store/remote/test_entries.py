@@ -167,10 +167,10 @@ def test_a_sealed_entry_tells_nothing_and_opens_under_its_secret_only(blobs: Blo
 
 
 def test_entries_expire(blobs: BlobStore) -> None:
-    store = RemoteStore(blobs, ttl_s=2.0)
+    store = RemoteStore(blobs, ttl_s=0.5)
     store.put(example_key(), example_chunk())
     assert_same(store.get(example_key()), example_chunk())
-    time.sleep(2.05)
+    time.sleep(0.55)
     assert store.get(example_key()) == Miss("absent" if blobs.kind == "redis" else "expired")
     assert example_key() not in store
     assert list(blobs.names()) == []
