@@ -14,6 +14,7 @@ from filelock import FileLock
 # Before anything imports a kernel: without a device to compile for, Triton interprets them.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 os.environ["QCFUSE_CPU_DTYPE"] = "float32"  # on every processor, in commands that tests start as well
+gc.disable()  # until the tests are collected: much is imported for them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,7 +29,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Keep what is imported and collected out of garbage collection: each full one would walk a million objects."""
-    gc.disable()
     try:
         return (yield)
     finally:

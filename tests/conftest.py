@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from tests.support.cases import cases
 from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.families import MAIN_FAMILIES, build_model, build_tokenizer, chosen_families
@@ -32,13 +33,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests that ask for `family` or `family_name` once for each family that `--families` chooses.
 
     Tests that ask for `main_family` run on the main ones of these alone: what they test hardly depends on the family.
+    The short suite runs them on a Llama.
     """
     chosen = chosen_families(metafunc.config.getoption("families"))
     if "family_name" in metafunc.fixturenames:
         metafunc.parametrize("family_name", chosen, scope="session")
     if "main_family_name" in metafunc.fixturenames:
         main = [name for name in chosen if name in MAIN_FAMILIES]
-        metafunc.parametrize("main_family_name", main or chosen, scope="session")
+        metafunc.parametrize("main_family_name", cases(main or chosen, "llama"), scope="session")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.cli import Run
 
 
+@pytest.mark.slow
 def test_a_warming_job_is_measured_beside_its_forward_passes(run: Run, model_folder: str) -> None:
     options = ("--model", model_folder, "--device", "cpu", "--chunks", 3, "--repeats", 2)
     result = run.json("bench", "warm", *options)

@@ -74,6 +74,7 @@ def test_explain_writes_the_page_of_the_last_answer_and_names_it(say, tmp_path: 
     assert "Passage 1: harbour.md" in page.read_text(), "without the folders of this machine"
 
 
+@pytest.mark.slow
 def test_commands_are_listed_and_unknown_ones_are_named(say) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = say("/help", "/hello there")
     assert code == 0

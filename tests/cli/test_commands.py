@@ -244,6 +244,7 @@ def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
             yield (*path, name), command
 
 
+@pytest.mark.slow
 def test_help_shows_what_stands_in_brackets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """In help, words in brackets are styles unless they are escaped."""
     monkeypatch.setenv("COLUMNS", "400")

@@ -29,6 +29,7 @@ def library(run: Run, model_folder: str, corpus_file: Path, tmp_path: Path) -> P
     return folder
 
 
+@pytest.mark.slow
 def test_its_folder_is_all_that_commands_need(run: Run, library: Path, corpus_file: Path) -> None:
     answered = run.json("ask", "Who keeps the paint?", "--store", library, *QUICK, "--method", "reuse")
     assert (answered["report"]["fallback"], answered["report"]["base"]) == (None, "framed")
@@ -44,7 +45,7 @@ def test_its_folder_is_all_that_commands_need(run: Run, library: Path, corpus_fi
 
 @pytest.mark.parametrize(
     "command",
-    cases([("ask", "Who?"), ("explain", "Who?"), ("verify",), ("serve",), ("chat",)], ("ask", "Who?"), ("serve",)),
+    cases([("ask", "Who?"), ("explain", "Who?"), ("verify",), ("serve",), ("chat",)], ("ask", "Who?")),
 )
 @pytest.mark.parametrize(
     ("option", "own"), [(("--model", "other/model"), "MODEL"), (("--dtype", "float32"), "bfloat16")]
@@ -58,6 +59,7 @@ def test_other_settings_are_refused_with_both_names_before_anything_is_loaded(
     assert f"was warmed with the {option[0][2:]} {own}, not {option[1]}; leave out {option[0]}" in err
 
 
+@pytest.mark.slow
 def test_weights_and_caches_that_it_does_not_have_are_refused(run: Run, library: Path, corpus_file: Path) -> None:
     code, _, err = run("ask", "Who?", "--store", library, "--weights", "int8")
     assert (code, "with the weights model, not int8" in err) == (1, True)
@@ -75,6 +77,7 @@ def test_the_embedder_is_the_passages_own(run: Run, library: Path) -> None:
     assert (code, "embedded with 'all-MiniLM-L6-v2', not 'other/embedder'" in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_changed_under_its_name_is_noticed(
     run: Run, corpus_file: Path, model_folder: str, tmp_path: Path
 ) -> None:
@@ -105,6 +108,7 @@ def test_settings_that_cannot_be_read_are_one_clear_error(run: Run, library: Pat
     assert (code, "library.json" in err, "run `qcfuse warm run` again" in err, err.count("\n")) == (1, True, True, 1)
 
 
+@pytest.mark.slow
 def test_an_answer_in_json_names_its_documents_once_with_their_scores(run: Run, library: Path) -> None:
     answered = run.json("ask", "Who keeps the paint?", "--store", library, *QUICK)
     assert set(answered) == {
@@ -117,6 +121,7 @@ def test_an_answer_in_json_names_its_documents_once_with_their_scores(run: Run, 
     assert -1 <= document["score"] <= 1
 
 
+@pytest.mark.slow
 def test_passages_have_the_heading_that_they_stand_under_as_title(run: Run, model_folder: str, tmp_path: Path) -> None:
     text = "\n\n".join(["# Harbour", "Boats. " * 30, "## Paint", "Ann keeps it. " * 30, "Only on Mondays. " * 30])
     (tmp_path / "d.md").write_text(text)

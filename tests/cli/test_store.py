@@ -186,6 +186,7 @@ def test_a_library_forgets_passages_as_well_and_is_wiped_with_them(run: Run, fol
     assert not (library / "passages").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_tenants_are_looked_after_one_by_one(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool

@@ -36,6 +36,7 @@ def library(run: Run, thinking_folder: Path, corpus_file: Path, tmp_path: Path) 
     return folder
 
 
+@pytest.mark.slow
 def test_a_library_keeps_its_variables(run: Run, library: Path, corpus_file: Path) -> None:
     template = LibrarySettings.load(library).template
     assert template is not None
@@ -51,6 +52,7 @@ def test_a_library_keeps_its_variables(run: Run, library: Path, corpus_file: Pat
     assert run.json("warm", "resume", "--store", library)["warmed"] == 0
 
 
+@pytest.mark.slow
 def test_a_command_sets_others(run: Run, library: Path) -> None:
     options = ("Who keeps the paint?", "--store", library, *QUICK, *METHOD, "--chat-template-kwargs")
     answered = run.json("ask", *options, '{"reasoning_effort": "low", "enable_thinking": false}')
@@ -61,6 +63,7 @@ def test_a_command_sets_others(run: Run, library: Path) -> None:
     assert template.chat_template_kwargs == {"reasoning_effort": "low"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

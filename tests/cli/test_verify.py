@@ -13,6 +13,7 @@ SMALL = ("--size", 1, "--tokens", 1200, "--device", "cpu")
 LOOSE = ("--kl", 100, "--agreement", 0, "--loss", 1)
 
 
+@pytest.mark.slow
 def test_a_method_that_passes_and_one_that_does_not(run: Run, model_folder: str) -> None:
     passed = run.json("verify", "--model", model_folder, *SMALL, *LOOSE)
     assert (passed["version"], passed["passed"], passed["ratio"], passed["saved"]) == (3, True, 0.05, None)

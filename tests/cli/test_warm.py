@@ -32,6 +32,7 @@ def documents(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_plan_says_bytes_and_seconds_and_changes_nothing(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:
@@ -90,6 +91,7 @@ def test_status_and_resume(
     assert "finished" in run.text("warm", "status", "--store", store)
 
 
+@pytest.mark.slow
 def test_a_document_that_becomes_empty_is_forgotten_and_so_is_the_last(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_document_that_becomes_empty_is_forgotten_and_so_is_the_last(
     assert PassageIndex.load(store / "passages").passages == []
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_mounted_is_not_forgotten_beside_one_that_is(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:
@@ -134,6 +137,7 @@ def test_workers_with_gpus_are_not_told_the_dtype_of_a_machine_without(
     assert not (tmp_path / "s").exists(), "before anything is loaded or made"
 
 
+@pytest.mark.slow
 def test_one_job_at_a_time_and_one_that_cannot_begin_leaves_the_record(
     run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +285,7 @@ def test_what_is_asked_for_often_is_warmed_first(run: Run, documents: Path, mode
     assert "council" not in (store / "passages" / "retrievals.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_an_exact_answer_is_full_prefills_and_says_how_far_the_draft_agreed(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:

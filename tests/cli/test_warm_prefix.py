@@ -55,6 +55,7 @@ def test_a_warmed_prefix_is_read_by_the_conversations_of_the_agent(
         assert report.lookups[0].tokens > 0.8 * len(engine.prompt_from_text(turns, [LOOK_UP, MOOR]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "message"),
     [

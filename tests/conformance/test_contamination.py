@@ -117,6 +117,7 @@ def test_every_base_is_in_one_of_the_two_lists() -> None:
     assert set(METHODS) >= CARRYING_METHODS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_only_enriched_caches_differ_where_an_attackers_document_was_there(lm: LanguageModel, base: Base) -> None:
     clean, attacked = make_engine(lm, MemoryStore()), make_engine(lm, MemoryStore())
@@ -125,6 +126,7 @@ def test_only_enriched_caches_differ_where_an_attackers_document_was_there(lm: L
     assert same(victim_under(clean, base), victim_under(attacked, base)) == (base in SAFE_BASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranking", ["kvzip", "knorm", "sinks"])
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_rankings_carry_no_more_than_their_base(llama: LanguageModel, base: Base, ranking: str) -> None:
@@ -135,6 +137,7 @@ def test_rankings_carry_no_more_than_their_base(llama: LanguageModel, base: Base
     assert same(victim_under(clean, ranked), victim_under(attacked, ranked)) == (base in SAFE_BASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_in_one_pass_only_the_length_of_other_texts_matters(lm: LanguageModel, base: Base) -> None:
     """The shape of a pass changes last bits. What the other passages say does not, unless they are neighbours."""
@@ -220,6 +223,7 @@ def test_only_these_methods_answer_otherwise_after_an_attack(worlds: tuple[Fusio
         assert steered == (method.name in CARRYING_METHODS), method
 
 
+@pytest.mark.slow
 def test_any_method_carries_over_the_enriched_base(worlds: tuple[FusionEngine, FusionEngine]) -> None:
     for name in ("reuse", "qcfuse", "cacheblend", "prophetkv"):
         safe, carrying = make_method(name, base=FRAMED), make_method(name, base=ENRICHED)
@@ -239,6 +243,7 @@ def test_recomputing_half_leaves_a_trace_and_recomputing_all_leaves_none(
     assert torch.equal(*(logits_of(engine, make_method("full")) for engine in worlds))
 
 
+@pytest.mark.slow
 def test_questions_over_an_attackers_passage_leave_nothing_in_the_store(
     worlds: tuple[FusionEngine, FusionEngine],
 ) -> None:
@@ -322,6 +327,7 @@ def test_documents_with_different_tags_never_stand_before_one_another(llama: Lan
         assert captured == (0 if separate else 1)
 
 
+@pytest.mark.slow
 def test_the_command_line_enriches_a_tenants_passages_by_its_own_alone(
     run: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

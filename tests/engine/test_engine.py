@@ -95,7 +95,7 @@ def test_a_question_of_one_token(engine: FusionEngine, method: str) -> None:
 
 
 @pytest.mark.parametrize("missing", cases([[0], [1], [2], [0, 2], [0, 1, 2]], [1], [0, 1, 2]), ids=str)
-@pytest.mark.parametrize("method", ["reuse", "prophetkv", "qcfuse"])
+@pytest.mark.parametrize("method", cases(["reuse", "prophetkv", "qcfuse"], "qcfuse"))
 def test_chunks_that_are_missing_are_rows(engine: FusionEngine, method: str, missing: list[int]) -> None:
     engine.warm([p for i, p in enumerate(PASSAGES) if i not in missing], bases=(BLIND,))
     prompt = engine.prompt(QUESTION, PASSAGES)
@@ -364,6 +364,7 @@ def test_a_conversation_before_the_passages_is_computed_and_the_rest_reused(engi
     assert engine.prefill(prompt, method=QCFUSE).report.reused_tokens > 0
 
 
+@pytest.mark.slow
 def test_concurrent_requests_do_not_meet(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
     prompts = [engine.prompt(f"{QUESTION} {i}", PASSAGES[: 1 + i % 3]) for i in range(6)]

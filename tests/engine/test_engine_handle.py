@@ -37,6 +37,7 @@ def test_closing_frees_the_model_and_asking_loads_it_again(tokenizer: PreTrained
     assert answer(served) == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_answers_too(llama: LanguageModel, tmp_path: Path, on_disk: bool) -> None:

@@ -56,6 +56,7 @@ def test_a_passed_check_is_not_repeated(lm: LanguageModel, measured: list[str], 
     assert file.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 def test_another_model_version_or_processor_is_checked_itself(
     lm: LanguageModel, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
 def test_an_unreadable_file_is_ignored_and_replaced(
     lm: LanguageModel, measured: list[str], assets: Path, content: bytes

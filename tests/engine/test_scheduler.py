@@ -351,8 +351,9 @@ def submit_together(scheduler: Scheduler, *prompts: Prompt) -> list[RequestHandl
         return [scheduler.submit(prompt, one, method=make_method("full")) for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", cases([(0, 1), (1, 0)], (0, 1)))
-@pytest.mark.parametrize("method", ["full", "qcfuse"])
+@pytest.mark.parametrize("method", cases(["full", "qcfuse"], "qcfuse"))
 def test_whoever_comes_first_both_get_full_answers(
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int], method: str
 ) -> None:
@@ -498,6 +499,7 @@ def test_answers_go_on_while_a_long_prompt_is_prefilled(engine: FusionEngine, mo
     assert [steps.count(part) for part in range(1, parts)] == [3] * (parts - 1), "steps between two parts"
 
 
+@pytest.mark.slow
 def test_active_requests_share_a_bound_of_bytes(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
     one = (len(prompt) + LONG.max_new_tokens) * engine.lm.kv_bytes_per_token

@@ -147,6 +147,7 @@ def test_sampled_exact_answers_heal_beside_others(engine: FusionEngine, schedule
     other.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [0, 1])
 def test_a_cancelled_request_stops_healing(
     engine: FusionEngine, scheduler: Scheduler, beside: int, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +174,7 @@ def test_a_cancelled_request_stops_healing(
     assert all(other.result(60).ids for other in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", cases([0, 1], 1))
 def test_a_failure_of_healing_ends_no_answer(
     engine: FusionEngine, scheduler: Scheduler, beside: int, monkeypatch: pytest.MonkeyPatch

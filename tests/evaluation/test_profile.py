@@ -346,6 +346,7 @@ def lm(model_folder: str) -> LanguageModel:
     return LanguageModel.load(model_folder, device="cpu")
 
 
+@pytest.mark.slow
 def test_a_profile_beside_the_store_chooses_what_qcfuse_recomputes(
     lm: LanguageModel, model_folder: str, tmp_path: Path
 ) -> None:
@@ -409,6 +410,7 @@ def test_profile_needs_nothing_but_a_model(run: Run, model_folder: str) -> None:
     assert found["written"] == []
 
 
+@pytest.mark.slow
 def test_profile_writes_beside_the_store_and_ask_uses_it(
     run: Run, model_folder: str, corpus_file: Path, tmp_path: Path
 ) -> None:

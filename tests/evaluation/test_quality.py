@@ -152,6 +152,7 @@ def test_every_question_has_a_record_of_every_configuration(bench: Bench) -> Non
     assert found["about"]["command"].startswith("qcfuse bench quality")
 
 
+@pytest.mark.slow
 def test_the_summary_has_a_line_for_each_configuration(bench: Bench) -> None:
     found = bench("--methods", "qcfuse,random", "--ratios", ".5")
     lines = {line["method"]: line for line in found["summary"]}
@@ -169,6 +170,7 @@ def test_the_summary_has_a_line_for_each_configuration(bench: Bench) -> None:
     assert lines["random"]["minus_random"] is None
 
 
+@pytest.mark.slow
 def test_table_plots_and_markdown_are_made(drawing_bench: Bench, tmp_path: Path) -> None:
     bench = drawing_bench
     bench("--methods", "qcfuse", "--ratios", ".2,.5", "--size", 2, "--plots", tmp_path / "plots")
@@ -192,6 +194,7 @@ def test_a_methods_parameters_are_shown_as_they_were_written(bench: Bench) -> No
     assert "| auto[rows=question] | primed | 0.2 |" in (bench.out.parent / "r.md").read_text()
 
 
+@pytest.mark.slow
 def test_results_are_pooled_and_compared_by_answers(bench: Bench, tmp_path: Path) -> None:
     records = bench("--methods", "reuse,random", "--ratios", "0", "--size", 2)["records"]
     found = compare([bench.out], "reuse", tmp_path / "plot.png")

@@ -200,6 +200,7 @@ def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
     assert tiny.model.config._attn_implementation == "qcfuse"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row_s", "fuses"), [(1.0, True), (1e-9, False)])
 def test_methods_run_with_their_guard(
     row_s: float, fuses: bool, tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +247,7 @@ def test_configurations_of_one_method_are_told_apart_on_a_narrow_terminal(tiny: 
     assert "│ auto[ratio=.1,layers=third_quarter] │" in shown, "and no parameter is taken for markup"
 
 
+@pytest.mark.slow
 def test_a_tier_keeps_passages_in_each_format(tiny: LanguageModel) -> None:
     options = SpeedOptions(
         (230,),

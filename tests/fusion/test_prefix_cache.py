@@ -78,6 +78,7 @@ def test_nothing_is_reused_that_the_request_would_not_have_computed(
         assert ours == [passage for passage in kept.passages if passage[0] < lease.held]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(prompts(), st.integers(0, 3), st.integers(0, 200)), max_size=8), prompts())
 def test_dropping_covered_sequences_loses_nothing(earlier: list[tuple[Prompt, int, int]], prompt: Prompt) -> None:
@@ -196,6 +197,7 @@ def test_measuring_reuses_nothing(keeping: FusionEngine) -> None:
     assert keeping.prefill(prompt).report.prefix_tokens == 0
 
 
+@pytest.mark.slow
 def test_memory_stays_under_the_limit_and_is_not_lost(llama: LanguageModel) -> None:
     limit = 500 * llama.kv_bytes_per_token
     engine = make_engine(llama, MemoryStore(), prefix_bytes=limit)

@@ -32,7 +32,7 @@ METHODS = {
 LENGTH = 6
 
 
-@pytest.fixture(scope="module", params=cases(FAMILIES, "llama", "gpt-oss-sinks"))
+@pytest.fixture(scope="module", params=cases(FAMILIES, "llama"))
 def engine(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> FusionEngine:
     lm = LanguageModel.wrap(build_model(request.param), tokenizer, name=request.param)
     engine = make_engine(lm, MemoryStore())
@@ -143,6 +143,7 @@ def test_no_prompts_no_answers(engine: FusionEngine) -> None:
     assert answer_many(engine.runner, [], method=engine.method) == []
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_costs_each_prompt_its_limit_and_nothing_else(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ class TestEveryFamily:
 
 
 class TestExact:
+    @pytest.mark.slow
     def test_the_draft_is_accepted_as_far_as_the_fused_answer_agrees(
         self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -220,6 +221,7 @@ class TestHeal:
             agrees.append(int(greedy.argmax()) == token)
         assert answer.verified_upto == (agrees.index(False) if False in agrees else len(agrees))
 
+    @pytest.mark.slow
     def test_its_first_token_is_that_of_fast(
         self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -265,6 +267,7 @@ class TestHeal:
         assert answer.healing is not None
         assert answer.healing.reason == "healing failed: the device is out of memory"
 
+    @pytest.mark.slow
     def test_if_costs_cannot_be_measured_nothing_is_healed(
         self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -294,6 +297,7 @@ def test_fast_reports_no_healing_and_all_reports_are_plain_data(engine: FusionEn
     assert data["healing"]["fidelity"] == "exact"
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_costs_its_limit_and_the_answer_is_exact(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_an_invalid_probe_is_refused() -> None:
 # --- no history
 
 
+@pytest.mark.slow
 def test_greedy_answers_do_not_depend_on_earlier_requests(llama: LanguageModel, tmp_path: Path) -> None:
     """Five histories over one store: none, the same question, others, other methods, and an evicted memory tier."""
     method = make_method("auto", ratio=0.2)

@@ -234,6 +234,7 @@ def test_a_slot_rewritten_since_its_lookup_is_not_placed(
     assert all(str(lookup.note).startswith("framed") for lookup in chunk_lookups(report)[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.8, 0.9])
 def test_recomputation_stops_in_passages_that_the_question_hardly_attends_to(
     captured: FusionEngine, prompt: Prompt, share: float

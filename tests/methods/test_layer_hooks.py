@@ -50,6 +50,7 @@ def squared(fresh: Tensor, stored: Tensor) -> Tensor:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["selected", "all"])
 def test_relaxkv_recomputes_the_choices_of_all_later_layers(warmed: FusionEngine, prompt: Prompt, context: str) -> None:
     lm, tokens = warmed.lm, passage_tokens(prompt)
@@ -153,6 +154,7 @@ def test_cacheblends_release_compares_values_of_layer_1_once(warmed: FusionEngin
         assert float((done.buffer.keys[layer] - keys).abs().max()) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keys", "values"), [(True, True), (True, False), (False, True)])
 def test_agentkvshift_moves_the_others_by_their_chunks_mean_residual(
     warmed: FusionEngine, prompt: Prompt, keys: bool, values: bool

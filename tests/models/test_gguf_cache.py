@@ -261,6 +261,7 @@ def test_a_full_disk_keeps_no_conversion(
     assert [list(folder.iterdir()) for folder in assets.iterdir()] == [[]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("I/O error"), RuntimeError("any")])
 def test_a_conversion_that_cannot_be_written_leaves_the_model_loaded(
     file: Path, assets: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -82,6 +82,7 @@ def test_every_family(
     require_same(model, as_a_whole(name, weights))
 
 
+@pytest.mark.slow
 @both_formats
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_that_share_their_weights_with_the_output(
@@ -148,6 +149,7 @@ def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "tiny.gguf")
 
 
+@pytest.mark.slow
 @both_formats
 def test_a_gguf_file_is_read_one_tensor_at_a_time(
     llama: str, weights: HeldFormat, early: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -162,6 +164,7 @@ def test_a_gguf_file_is_read_one_tensor_at_a_time(
     require_same(model, as_a_whole(llama, weights))
 
 
+@pytest.mark.slow
 @both_formats
 def test_a_file_that_cannot_be_read_so_is_loaded_as_a_whole(
     llama: str, weights: HeldFormat, early: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

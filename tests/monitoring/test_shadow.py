@@ -113,6 +113,7 @@ def test_requests_with_a_method_of_their_own_are_not_watched(served: FusionEngin
     assert shadow.drift().requests == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on_drift", "ratio", "in_full"), [("report", None, False), ("raise", 0.2, False), ("full", None, True)]
 )

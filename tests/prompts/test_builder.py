@@ -380,7 +380,8 @@ def test_a_prompt_must_end_in_text_to_compute() -> None:
         Prompt((Segment(Role.CHUNK, (1,), ""), Segment(Role.HEAD, (2,), ""), Segment(Role.TEXT, (3,), "")))
 
 
-@pytest.mark.parametrize("how", cases(["passage", "offsets", "conversation"], "offsets"))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["passage", "offsets", "conversation"])
 def test_other_threads_run_while_a_long_text_is_tokenised(builder: PromptBuilder, how: str) -> None:
     """The server answers health checks meanwhile."""
     text = "ferry boat " * 60_000

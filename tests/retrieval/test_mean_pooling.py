@@ -67,6 +67,7 @@ def _no_normalisation(folder: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text())[:2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [_other_pooling, _prompt, _no_normalisation])
 def test_models_that_do_anything_else_are_left_to_it(change: Callable[[Path], None], tmp_path: Path) -> None:
     folder = tmp_path / "model"

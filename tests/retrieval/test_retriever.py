@@ -84,6 +84,7 @@ def test_folders_that_differ_are_shown(embed: Embedder, tmp_path: Path) -> None:
     assert names == dict(zip(sources, ["docs/a.md", "docs/deep/a.md", "notes.txt", "sent by a client"], strict=True))
 
 
+@pytest.mark.slow
 def test_no_question_takes_long_to_embed(
     retriever: Callable[[str], Retriever], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,7 @@ def test_the_last_layers_are_read_while_the_first_are_computed(engine: FusionEng
     assert torch.equal(done.logits, expected)
 
 
+@pytest.mark.slow
 def test_waiting_counts_as_loading_wherever_it_happens(engine: FusionEngine, store: WatchedStore) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
     store.before = lambda name: time.sleep(0.1 if name.startswith("value") else 0.0)

@@ -314,6 +314,7 @@ async def test_what_is_not_there_is_an_error_in_openais_words(http: httpx.AsyncC
     assert "JSON" in error(await http.post("/v1/chat/completions", content=b"{", headers=JSON))
 
 
+@pytest.mark.slow
 async def test_a_request_that_says_no_length_gets_what_fits(http: httpx.AsyncClient, engine: FusionEngine) -> None:
     near = "x " * (engine.lm.window.tokens // 2 - 100)
     body = (await ask(http, messages=[{"role": "user", "content": near}], documents=None, max_tokens=None)).json()
@@ -322,7 +323,7 @@ async def test_a_request_that_says_no_length_gets_what_fits(http: httpx.AsyncCli
 
 
 @pytest.mark.enable_socket
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", cases([False, True], True))
 async def test_a_client_who_goes_ends_the_request(backend: EngineBackend, stream: bool) -> None:
     """Under a real server: only that knows that a socket was closed."""
     server = uvicorn.Server(uvicorn.Config(make_app(backend), port=0, log_level="error"))
@@ -373,22 +374,21 @@ async def test_a_burst_waits_for_its_turn_to_be_prepared(engine: FusionEngine, m
     assert 1 < most <= MAX_PREPARING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
-    cases(
-        {
-            "words": {"messages": [{"role": "user", "content": "ferry " * 180_000}]},
-            "one word": {"messages": [{"role": "user", "content": "ferry" * 200_000}]},
-            "spaces": {"messages": [{"role": "user", "content": " " * 1_000_000 + "?"}]},
-            "Chinese": {"messages": [{"role": "user", "content": "\u6f22" * 340_000}]},
-            "documents": {"documents": ["ferry " * 4_000] * 40},
-            "stops": {"documents": ["."] * 256, "messages": [{"role": "user", "content": "a." * 500_000}]},
-            "tools": {"tools": [{"function": {"name": "f", "description": "ferry " * 180_000}}]},
-            "other fields": {"messages": [{"role": "user", "content": "x", "more": ["deep"] * 120_000}]},
-            "what fits": {"messages": [{"role": "user", "content": "Ann sings. " * 250}]},
-        },
-        "documents",
-    ),
+    [
+        {"messages": [{"role": "user", "content": "ferry " * 180_000}]},
+        {"messages": [{"role": "user", "content": "ferry" * 200_000}]},
+        {"messages": [{"role": "user", "content": " " * 1_000_000 + "?"}]},
+        {"messages": [{"role": "user", "content": "\u6f22" * 340_000}]},
+        {"documents": ["ferry " * 4_000] * 40},
+        {"documents": ["."] * 256, "messages": [{"role": "user", "content": "a." * 500_000}]},
+        {"tools": [{"function": {"name": "f", "description": "ferry " * 180_000}}]},
+        {"messages": [{"role": "user", "content": "x", "more": ["deep"] * 120_000}]},
+        {"messages": [{"role": "user", "content": "Ann sings. " * 250}]},
+    ],
+    ids=["words", "one word", "spaces", "Chinese", "documents", "stops", "tools", "other fields", "what fits"],
 )
 async def test_a_burst_of_long_texts_leaves_health_and_memory(engine: FusionEngine, content: dict[str, Any]) -> None:
     backend = EngineBackend(EngineHandle.wrap(engine, SchedulerSettings(waiting=64)), "tiny", max_requests=64)
@@ -451,7 +451,8 @@ async def test_a_long_text_is_refused_before_it_is_tokenised(
     assert sum(encoded) < 10_000
 
 
-@pytest.mark.parametrize("sign", cases(["\u6f22", "ab ", "a.", "\U0001f680", "  x"], "ab "))
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", ["\u6f22", "ab ", "a.", "\U0001f680", "  x"])
 async def test_tokenising_ends_soon_beyond_the_window(
     http: httpx.AsyncClient, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, sign: str
 ) -> None:

@@ -116,6 +116,7 @@ async def test_without_a_library_there_is_no_model(backend: EngineBackend) -> No
     assert (response.status_code, "serve a library" in error(response)) == (404, True)
 
 
+@pytest.mark.slow
 async def test_health_checks_and_questions_are_answered_meanwhile(
     http: httpx.AsyncClient, library: ServedLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ async def test_bodies_that_are_held_together_are_bounded() -> None:
             assert (await post(http, long)).status_code == 200
 
 
+@pytest.mark.slow
 async def test_what_was_loaded_is_not_collected_again_while_serving() -> None:
     app = make_app(FixedBackend())
     gc.unfreeze()  # what was there when the tests began

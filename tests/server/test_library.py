@@ -133,6 +133,7 @@ async def test_a_follow_up_is_retrieved_for_behind_the_question_before_it(http: 
     assert scores[1] > scores[0] + 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("documents", "retrieves"), [(None, True), ([], False), (PASSAGES[:1], False)])
 async def test_a_server_that_retrieves_by_default_leaves_given_documents(
     engine: FusionEngine, library: ServedLibrary, documents: list[str] | None, retrieves: bool
@@ -286,6 +287,7 @@ async def test_changes_need_the_token(backend: EngineBackend, library: ServedLib
         assert (await http.delete("/v1/documents/mill.md")).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_beside_another_job_nothing_changes(engine: FusionEngine, folder: Path, stream: bool) -> None:
     @contextmanager

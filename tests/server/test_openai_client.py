@@ -106,6 +106,7 @@ class TestLogprobs:
         assert done.choices[0].logprobs.content == []
         assert done.usage.completion_tokens == 1
 
+    @pytest.mark.slow
     async def test_tool_calls_have_them_too(self, api: Any) -> None:
         asked = {"model": "tiny", "messages": MESSAGES, "logprobs": True, "tools": [LOOK_UP], "max_tokens": 200}
         whole = await api.chat.completions.create(**asked, tool_choice="required")
@@ -169,11 +170,13 @@ class TestSeveralAnswers:
             response = await ask(http, **changes)
             assert (response.status_code, said in error(response)) == (400, True), response.text
 
+    @pytest.mark.slow
     async def test_each_takes_a_place(self, http: httpx.AsyncClient, backend: EngineBackend) -> None:
         full = await asyncio.gather(*(ask(http, n=8, temperature=1, max_tokens=4) for _ in range(2)))
         assert sorted(response.status_code for response in full) == [200, 429]
         assert (await ask(http, n=8, temperature=1)).status_code == 200, "the places are free again"
 
+    @pytest.mark.slow
     async def test_a_reader_who_goes_ends_all(self, backend: EngineBackend) -> None:
         asked = ChatRequest(messages=MESSAGES, n=5, temperature=1, max_tokens=400)
         events = backend.answer(asked)

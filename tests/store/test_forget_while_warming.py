@@ -69,7 +69,7 @@ def prefix_only(llama: LanguageModel, folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("number", cases(range(1, 7), 2, 6))
+@pytest.mark.parametrize("number", cases(range(1, 7), 6))
 @pytest.mark.parametrize("replace", [True, False])
 def test_it_stays_forgotten(
     llama: LanguageModel,

@@ -117,6 +117,7 @@ def test_a_method_whose_rows_differ_between_layers_is_not_calibrated(engine: Fus
     assert [trial.calibration for trial in result.tried] == [None]
 
 
+@pytest.mark.slow
 def test_ratios_that_do_not_pass_keep_their_checks(engine: FusionEngine) -> None:
     """At ratio 1 everything is computed, so nothing but the first ratio can fail, and nothing is left to calibrate."""
     result = verify(engine, OPEN, texts=PASSAGES, settings=settings(STRICT, (1.0, 0.05)))
@@ -127,6 +128,7 @@ def test_ratios_that_do_not_pass_keep_their_checks(engine: FusionEngine) -> None
     assert result.recommendation.startswith("random over framed passes at ratio 1")
 
 
+@pytest.mark.slow
 def test_a_method_that_drifts_does_not_pass(engine: FusionEngine) -> None:
     result = verify(engine, REUSE, texts=PASSAGES, settings=settings(STRICT))
     assert (result.passed, result.ratio) == (False, None)

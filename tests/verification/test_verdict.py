@@ -248,6 +248,7 @@ def test_loading_an_engine_looks_for_the_verdict(model_folder: str, tmp_path: Pa
         FusionEngine.load(model_folder, method=QCFUSE, verdict="require")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["warn", "require", "ignore"])
 def test_a_loaded_engine_computes_at_the_recommended_ratio(model_folder: str, tmp_path: Path, policy: str) -> None:
     with FusionEngine.load(model_folder, store=tmp_path, verdict="ignore") as engine:

@@ -61,6 +61,7 @@ async def test_reasoning_is_a_block_all_four_ways(chat: ChatQCFuse, monkeypatch:
         assert blocks == [("reasoning", "Hm."), ("text", "Yes.")]
 
 
+@pytest.mark.slow
 def test_a_call_sets_variables_of_the_chat_template(chat: ChatQCFuse) -> None:
     plain, quiet = chat.invoke(QUESTION), chat.invoke(QUESTION, chat_template_kwargs=NO_THINKING)
     bound = chat.bind(chat_template_kwargs=NO_THINKING).invoke(QUESTION)

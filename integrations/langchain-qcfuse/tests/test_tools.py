@@ -55,6 +55,7 @@ def reused(message: Any) -> int:
     return count
 
 
+@pytest.mark.slow
 async def test_a_required_call_all_four_ways(chat: ChatQCFuse) -> None:
     bound = chat.bind_tools([LOOK_UP], tool_choice="look_up")
     invoked, awaited = bound.invoke(QUESTION), await bound.ainvoke(QUESTION)

@@ -84,6 +84,7 @@ async def test_synthesised_answers_are_without_their_reasoning(llm: QCFuseLLM) -
     assert "".join(pieces) == "Yes."
 
 
+@pytest.mark.slow
 def test_a_call_sets_variables_of_the_chat_template(llm: QCFuseLLM, engine: FusionEngine) -> None:
     tokens = len(engine.lm.tokenizer("<think>\n\n</think>\n\n", add_special_tokens=False)["input_ids"])
 

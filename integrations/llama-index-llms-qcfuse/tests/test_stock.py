@@ -78,6 +78,7 @@ def test_a_retriever_query_engine(llm: QCFuseLLM, index: VectorStoreIndex, repor
     assert hits(reports) == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ContextChatEngine, CondensePlusContextChatEngine])
 def test_chat_engines(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports, kind: Any) -> None:
     engine = kind.from_defaults(index.as_retriever(similarity_top_k=3), llm=llm)

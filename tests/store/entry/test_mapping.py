@@ -35,6 +35,7 @@ def few_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cipher", [None, StoreCipher(SECRET)], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("read_first", [False, True])
 def test_more_chunks_are_held_than_files_may_be_open(

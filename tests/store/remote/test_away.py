@@ -51,6 +51,7 @@ class TestRemoteThatIsAway:
         store.put(example_key(), example_chunk())
         self.check_that_it_comes_back(store)
 
+    @pytest.mark.slow
     def test_a_redis_that_hangs(self, own_server: RedisProcess) -> None:
         store = RemoteStore(RedisBlobs(own_server.url, timeout_s=0.2), rest_s=0.5)
         store.put(example_key(), example_chunk())
@@ -61,6 +62,7 @@ class TestRemoteThatIsAway:
             own_server.resume()
         self.check_that_it_comes_back(store)
 
+    @pytest.mark.slow
     def test_a_bucket_that_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         store = RemoteStore(FsspecBlobs("gs://hanging/kv", timeout_s=1.0), rest_s=60.0)
         store.put(example_key(), example_chunk())
@@ -81,6 +83,7 @@ class TestRemoteThatIsAway:
             assert isinstance(found, Miss)
             assert re.match("remote (redis|away) cannot be reached: ", found.reason)
 
+    @pytest.mark.slow
     def test_only_one_caller_tries_whether_it_is_back(self, away: type[Away]) -> None:
         store = RemoteStore(FsspecBlobs("away://once/kv"), rest_s=0.5)
         away.down = True
