@@ -368,6 +368,7 @@ def test_whoever_comes_first_both_get_full_answers(
         assert [answers[index].result(60).ids for index in (0, 1)] == expected
 
 
+@pytest.mark.slow
 def test_a_short_question_overtakes_a_long_prompt(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded, full = Recorded(engine, monkeypatch, rows=8), make_method("full")
     long, short = engine.prompt(QUESTION, PASSAGES), engine.prompt("Why?")

@@ -194,6 +194,7 @@ def test_a_failure_of_healing_ends_no_answer(
     assert all(len(other.result(60).ids) == 150 or other.result().finish_reason == "end" for other in others)
 
 
+@pytest.mark.slow
 def test_an_exact_request_that_cannot_be_computed_at_all_fails_alone(
     engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_they_are_the_models_own_before_all_that_chooses(
     assert_models_own(engine, prompt, engine.generate(prompt, replace(PARAMS, **changes), method=FULL))
 
 
+@pytest.mark.slow
 def test_those_of_an_exact_answer_are_full_prefills_and_not_the_drafts(engine: FusionEngine, prompt: Prompt) -> None:
     method = make_method("reuse")
     answer = engine.generate(prompt, replace(PARAMS, fidelity="exact", max_new_tokens=60), method=method)

@@ -131,6 +131,7 @@ def test_the_cache_with_the_least_fix_overhead_is_placed(captured: FusionEngine,
         assert str(lookup.note).startswith("framed" if chunk is None else "variant-")
 
 
+@pytest.mark.slow
 def test_each_passage_recomputes_as_many_tokens_as_it_demands_by_stored_attention(
     captured: FusionEngine, prompt: Prompt
 ) -> None:

@@ -213,6 +213,7 @@ def test_only_chosen_tokens_are_computed_after_detection(relayed: tuple[FusionEn
     assert error(done.logits, expected.logits) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.8])
 def test_a_ratio_recomputes_the_highest_scores_to_the_last_layer(
     relayed: tuple[FusionEngine, Prompt, Prompt], ratio: float

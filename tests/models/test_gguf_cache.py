@@ -295,6 +295,7 @@ def test_the_switch_turns_conversions_off(
     assert not assets.exists()
 
 
+@pytest.mark.slow
 def test_loads_at_the_same_time_leave_one_conversion(file: Path, assets: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         loaded = list(pool.map(lambda _: load_pretrained(str(file), device="cpu")[0], range(8)))

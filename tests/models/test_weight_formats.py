@@ -207,6 +207,7 @@ def test_each_family_is_loaded_as_it_was_saved(name: str, weights: HeldFormat, t
     assert not any(tensor.is_meta for tensor in (*loaded.parameters(), *loaded.buffers()))
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @both_formats
 def test_a_model_in_parts_is_loaded_as_it_was_saved(

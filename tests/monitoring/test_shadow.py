@@ -53,6 +53,7 @@ def answer_of(engine: FusionEngine, prompt: Prompt, *, method: Method, tokens: i
     return engine.generate(prompt, SamplingParams(max_new_tokens=tokens), method=method).ids
 
 
+@pytest.mark.slow
 def test_drift_is_measured_along_full_prefills_answer(served: FusionEngine) -> None:
     tokens = 5
     shadow = served.watch(ShadowSettings(every=1, most_waiting=10, answer_tokens=tokens))

@@ -54,6 +54,7 @@ def test_a_question_about_something_else_finds_it_after_an_earlier_one(retriever
         assert after.score == pytest.approx(alone.score, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "names"),
     [

@@ -211,6 +211,7 @@ def test_several_chunks_that_break_one_after_the_other_all_end_in_full_prefill(
     assert done.report.fallback == "3 of 3 passages computed in full: cannot be read: [Errno 5] Input/output error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["lookup", "ranking", "first layer", "last layer"])
 def test_a_store_that_hangs_costs_its_limit_and_nothing_else(
     llama: LanguageModel, store: WatchedStore, where: str

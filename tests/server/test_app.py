@@ -123,6 +123,7 @@ async def test_the_server_has_a_fidelity_of_its_own_for_requests_without_one(eng
     backend.close()
 
 
+@pytest.mark.slow
 async def test_tools_and_schemas(http: httpx.AsyncClient) -> None:
     tools = {"tools": [LOOK_UP], "tool_choice": "required", "max_tokens": 200}
     choice = (await ask(http, **tools)).json()["choices"][0]

@@ -111,6 +111,7 @@ async def test_a_stream_names_the_documents_first(http: httpx.AsyncClient) -> No
     assert not any("documents" in chunk for chunk in chunks[1:])
 
 
+@pytest.mark.slow
 async def test_a_question_about_something_else_keeps_what_it_finds_by_itself(http: httpx.AsyncClient) -> None:
     turns = [
         {"role": "user", "content": "Who is the captain of the ferry to the island?"},
@@ -124,6 +125,7 @@ async def test_a_question_about_something_else_keeps_what_it_finds_by_itself(htt
     assert scores[1] >= scores[0] - 1e-5
 
 
+@pytest.mark.slow
 async def test_a_follow_up_is_retrieved_for_behind_the_question_before_it(http: httpx.AsyncClient) -> None:
     follow_up = {"role": "user", "content": "And when?"}
     scores = []

@@ -118,6 +118,7 @@ async def test_what_a_replica_raises_is_not_told_to_clients() -> None:
     assert (only.status, "secret" in str(only.error)) == (500, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "reuses"), [({}, True), ({"prefix_bytes": 0}, False)])
 async def test_replicas_keep_as_many_bytes_of_requests_as_the_deployment_says(
     model_folder: str, settings: dict[str, int], reuses: bool

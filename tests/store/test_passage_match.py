@@ -78,6 +78,7 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 texts = st.lists(words, min_size=ANCHOR, max_size=60).map(" ".join)
 
 
+@pytest.mark.slow
 @given(passages=st.lists(texts, min_size=1, max_size=4), between=st.lists(texts, min_size=5, max_size=5))
 def test_what_is_found_is_the_text_but_for_whitespace(passages: list[str], between: list[str]) -> None:
     text = between[0] + "".join(f"\n\n{one.strip()}\n{gap}" for one, gap in zip(passages, between[1:], strict=False))

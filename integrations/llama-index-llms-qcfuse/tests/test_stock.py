@@ -64,6 +64,7 @@ def test_every_synthesizer_reuses_every_retrieved_node(
     assert hits(reports) == expected
 
 
+@pytest.mark.slow
 async def test_asynchronous_queries_too(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports) -> None:
     engine = index.as_query_engine(llm=llm, similarity_top_k=3)
     answers = await asyncio.gather(*(engine.aquery(QUESTION) for _ in range(4)))

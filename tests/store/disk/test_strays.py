@@ -246,6 +246,7 @@ def test_odd_settings_of_the_index_are_too(folder: Path, name: str, value: objec
 # The command line.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", ["kept", "lost"])
 @pytest.mark.parametrize("command", ["stats", "health", "fsck", "gc", "rebuild", "sources", "clear --yes"])
 def test_a_copy_stops_no_command(run: Run, folder: Path, command: str, index: str) -> None:
