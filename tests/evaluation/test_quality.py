@@ -354,7 +354,8 @@ def test_several_datasets_and_a_folder_as_store(bench: Bench, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_datasets_of_one_name_in_two_folders_are_two(bench: Bench, tmp_path: Path) -> None:
+def test_datasets_of_one_name_in_two_folders_are_two(drawing_bench: Bench, tmp_path: Path) -> None:
+    bench = drawing_bench
     for name, records in (("a", RECORDS[:1]), ("b", RECORDS[1:])):
         (bench.data / name).mkdir()
         bench.write(f"{name}/dev", records)
@@ -414,7 +415,8 @@ def test_a_question_too_long_for_the_model_is_named_and_left_out(bench: Bench) -
 
 
 @pytest.mark.slow
-def test_rulers_tasks_are_made_when_there_is_no_file(bench: Bench) -> None:
+def test_rulers_tasks_are_made_when_there_is_no_file(drawing_bench: Bench) -> None:
+    bench = drawing_bench
     found = bench("--methods", "reuse", "--size", 1, "--ruler-tokens", 1800, dataset="ruler_mv")
     (record,) = [r for r in found["records"] if r["method"] == "full"]
     assert 1000 < record["context_tokens"] < 1800
