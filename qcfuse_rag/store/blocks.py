@@ -73,7 +73,7 @@ class PreloadedBlocks(Blocks):
 
 
 class BlockForm(NamedTuple):
-    """What keys or values of a layer look like in every chunk of a format.
+    """The form of a layer's keys or values, the same in every chunk of a format.
 
     Attributes:
         dtype: of the stored numbers.
@@ -92,7 +92,7 @@ class BlockForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlabLayout:
-    """Where the blocks of each layer lie in an allocation.
+    """The places of all layers' blocks in an allocation.
 
     Attributes:
         n_tokens: tokens of every block.
@@ -134,7 +134,7 @@ class SlabBlocks(TensorBlocks):
             device: of the allocation.
             pinned: page-lock host memory.
         """
-        stops = list(accumulate(-(-block.nbytes // ALIGNMENT) * ALIGNMENT for block in blocks.values()))
+        stops = list(accumulate(map(aligned_size, blocks.values())))
         memory = torch.empty(stops[-1], dtype=torch.uint8, device=device, pin_memory=pinned)
         tensors, starts = {}, dict(zip(blocks, (0, *stops), strict=False))
         for name, block in blocks.items():
@@ -142,6 +142,11 @@ class SlabBlocks(TensorBlocks):
             tensors[name] = memory[start : start + block.nbytes].view(block.dtype).view(block.shape)
             tensors[name].copy_(block)
         return cls(tensors, memory, _layout(tensors, n_layers, starts, stops[-1]))
+
+
+def aligned_size(block: Tensor) -> int:
+    """Return the bytes of a block, rounded up so that the next one is aligned."""
+    return -(-block.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _layout(tensors: Mapping[str, Tensor], n_layers: int, starts: Mapping[str, int], stop: int) -> SlabLayout | None:

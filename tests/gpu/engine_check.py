@@ -1,4 +1,4 @@
-"""What a user of an engine meets on a GPU: loading, warming, answers one by one and together, a second turn."""
+"""Measure an engine on a GPU as users run it: load, warm, answer alone and in a batch, answer a second turn."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class _FusedViewBuilder:
         if [name for name, _ in module.named_parameters()] != ["weight"]:
             return None
         return self._first(
-            "norms", module, (FusedNorm(module, eps, one) for one in (0.0, 1.0)), SMALL + LARGE, len(weight)
+            "norms", module, (FusedNorm(module, eps, offset) for offset in (0.0, 1.0)), SMALL + LARGE, len(weight)
         )
 
     def _gate(self, module: nn.Module) -> nn.Module | None:
@@ -177,7 +177,8 @@ class _FusedViewBuilder:
         """
         factors = torch.tensor(scales, device=self._device).repeat(REPEATS)[None, :, None]
         given = ((1 + self._random(1, factors.shape[1], channels).float()) * factors).to(self._dtype)
-        found = next((one for one in tried if same(own, one, given) and same(own, one, given[:, :FEW])), None)
+        agreeing = (view for view in tried if same(own, view, given) and same(own, view, given[:, :FEW]))
+        found = next(agreeing, None)
         self.fused_counts[kind] += found is not None
         return found
 

@@ -7,8 +7,9 @@ the lower bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from qcfuse_rag.models.rope import AngleTables, LayerRope, angles, angles_from, 
 from qcfuse_rag.runtime.kernels.launch import block_dim, on_device, triton_type
 from qcfuse_rag.store.blocks import BlockForm
 from qcfuse_rag.store.quantization import dequantize
+
+T = TypeVar("T")
 
 TOKENS_PER_PROGRAM = 16
 MAX_BLOCKS_PER_LAUNCH = (64 << 10) // (6 * 8)
@@ -149,28 +152,44 @@ def place_blocks(blocks: Sequence[PlacementBlock], tables: AngleTables | None = 
         tables: cosines and sines at every position of a buffer from earlier calls; this call adds to them.
     """
     tables = {} if tables is None else tables
-    by_layout: dict[tuple[object, ...], dict[object, list[PlacementBlock]]] = {}
-    for block in blocks:
-        rope, scale = block.rotation, block.scale
-        layout = (
-            block.stored.dtype,
-            block.stored.shape[1:],
-            block.into.dtype,
-            block.into.stride(),
-            None if scale is None else scale.shape[2] == 1,
-        )
-        rotated = None if rope is None else (id(rope.inv_freq), rope.interleaved)
-        by_layout.setdefault(layout, {}).setdefault(rotated, []).append(block)
+    for group in launch_groups(map(_layout_and_rotation, blocks)):
+        _launch(group, tables)
+
+
+def launch_groups(blocks: Iterable[tuple[object, object, T]]) -> Iterator[list[T]]:
+    """Yield what one launch places: blocks of the same layout and rotation.
+
+    Blocks that do not rotate join others of their layout, behind them.
+
+    Args:
+        blocks: each with its layout and its rotation; None if it does not rotate.
+    """
+    by_layout: dict[object, dict[object, list[T]]] = {}
+    for layout, rotation, block in blocks:
+        by_layout.setdefault(layout, {}).setdefault(rotation, []).append(block)
     for groups in by_layout.values():
         unrotated = groups.pop(None, [])
         if groups:
             next(iter(groups.values())).extend(unrotated)
-        for group in groups.values() if groups else [unrotated]:
-            _launch(group, tables)
+            yield from groups.values()
+        else:
+            yield unrotated
+
+
+def _layout_and_rotation(block: PlacementBlock) -> tuple[object, object, PlacementBlock]:
+    rope, scale = block.rotation, block.scale
+    layout = (
+        block.stored.dtype,
+        block.stored.shape[1:],
+        block.into.dtype,
+        block.into.stride(),
+        None if scale is None else scale.shape[2] == 1,
+    )
+    return layout, None if rope is None else (id(rope.inv_freq), rope.interleaved), block
 
 
 def _launch(group: list[PlacementBlock], tables: AngleTables) -> None:
-    sample = next((block for block in group if block.rotation is not None), group[0])
+    sample = group[0]
     entries = [
         (
             block.stored.data_ptr(),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.runtime.kernels.support import kernels_available
-from qcfuse_rag.store.blocks import ALIGNMENT
+from qcfuse_rag.store.blocks import aligned_size
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.language_model import LanguageModel
@@ -48,7 +48,7 @@ class PinnedRing:
 
     def copy(self, tensor: Tensor) -> Tensor | None:
         """Copy a tensor into the ring and return the copy, to be passed to `hold_until`; None if it does not fit."""
-        size = _aligned_size(tensor)
+        size = aligned_size(tensor)
         if size > len(self._memory):
             return None
         if self._next + size > len(self._memory):
@@ -70,7 +70,7 @@ class PinnedRing:
         if not staged.nbytes:
             return  # an empty range overlaps none, and would hide those behind it
         start = staged.data_ptr() - self._memory.data_ptr()
-        self._in_use.append((start, start + _aligned_size(staged), done))
+        self._in_use.append((start, start + aligned_size(staged), done))
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:
@@ -80,10 +80,6 @@ def copy_bytes(target: Tensor, source: Tensor) -> None:
     processors of a virtual machine (2026-11-26).
     """
     np.copyto(target.numpy(), source.numpy())
-
-
-def _aligned_size(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class TransferLink:
@@ -150,7 +146,7 @@ class HostToDevice:
         """Start copying spans of page-locked memory to the device, into one allocation.
 
         Args:
-            spans: `[n]` uint8 each, whole multiples of `ALIGNMENT`.
+            spans: `[n]` uint8 each, whole multiples of `store.blocks.ALIGNMENT`.
 
         Returns:
             The transfer, and the address on the device that each span is copied to.

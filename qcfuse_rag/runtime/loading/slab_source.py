@@ -8,6 +8,7 @@ layers of a chunk, and the addresses of their blocks are computed for all chunks
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ class SlabSource:
 
     def place(self, sent: Sequence[SentLayers]) -> int:
         """Place layers that have been sent: one launch for all of the same form and rotation."""
-        from qcfuse_rag.runtime.kernels.placement import launch_table
+        from qcfuse_rag.runtime.kernels.placement import launch_groups, launch_table
 
         buffer = self._buffer
         assert buffer is not None
@@ -79,10 +80,11 @@ class SlabSource:
             addresses = self._entries[layers.start : layers.stop, :, :, :2]
             addresses += np.where(addresses < 0, 1, self._bases.pop(layers.start)[:, None])  # 0 if there are no scales
         placed, sides = [layer for layers, _ in sent for layer in layers], _sides(buffer)
-        for form, rope, blocks in self._launches(placed):
+        for blocks in launch_groups(self._layouts_and_rotations(placed, sides)):
             table = np.concatenate([self._entries[layer, kind] for layer, kind in blocks])
             layer, kind = blocks[0]
-            launch_table(table, form, sides[kind][layer], rope, self._angles)
+            rope = self._rotation(layer, kind)
+            launch_table(table, self._forms[layer][kind], sides[kind][layer], rope, self._angles)
         return sum(layout.sizes[layer] for layout in self._layouts for layer in placed)
 
     def stop(self) -> None:
@@ -101,30 +103,18 @@ class SlabSource:
         entries[:, 0, :, 5] = [[rope.inv_freq is not None] for rope in self._ropes]
         return entries
 
-    def _launches(self, layers: Sequence[int]) -> Iterator[tuple[BlockForm, LayerRope | None, list[tuple[int, int]]]]:
-        """Yield what to place by one launch: blocks, as layer and kind, of one form and rotation.
+    def _layouts_and_rotations(
+        self, layers: Sequence[int], sides: tuple[tuple[Tensor, ...], ...]
+    ) -> Iterator[tuple[object, object, tuple[int, int]]]:
+        """Yield the layout and the rotation of the blocks of each layer and kind; see `launch_groups`."""
+        for layer, (kind, side) in product(layers, enumerate(sides)):
+            rope = self._rotation(layer, kind)
+            rotation = None if rope is None else (id(rope.inv_freq), rope.interleaved)
+            yield (self._forms[layer][kind], side[layer].stride()), rotation, (layer, kind)
 
-        Blocks that do not rotate go with others of their form.
-        """
-        by_form: dict[tuple[object, ...], dict[object, list[tuple[int, int]]]] = {}
-        assert self._buffer is not None
-        for layer in layers:
-            for kind, side in enumerate(_sides(self._buffer)):
-                rope = self._rotation(layer) if kind == 0 else None
-                form = (self._forms[layer][kind], side[layer].stride())
-                rotation = None if rope is None else (id(rope.inv_freq), rope.interleaved)
-                by_form.setdefault(form, {}).setdefault(rotation, []).append((layer, kind))
-        for groups in by_form.values():
-            unrotated = groups.pop(None, [])
-            if groups:
-                next(iter(groups.values())).extend(unrotated)
-            for blocks in groups.values() if groups else [unrotated]:
-                layer, kind = blocks[0]
-                yield self._forms[layer][kind], self._rotation(layer) if kind == 0 else None, blocks
-
-    def _rotation(self, layer: int) -> LayerRope | None:
+    def _rotation(self, layer: int, kind: int) -> LayerRope | None:
         rope = self._ropes[layer]
-        return None if rope.inv_freq is None else rope
+        return None if kind > 0 or rope.inv_freq is None else rope
 
 
 def slabs_by_format(
@@ -146,8 +136,12 @@ def slabs_by_format(
             groups.setdefault((blocks.memory.device, blocks.layout.forms), []).append(loading)
         else:
             others.append(loading)
-    fitting = [group for (_, forms), group in groups.items() if _fits(forms, buffer)]
-    others += [loading for (_, forms), group in groups.items() if not _fits(forms, buffer) for loading in group]
+    fitting: list[list[LoadingChunk]] = []
+    for (_, forms), group in groups.items():
+        if _fits(forms, buffer):
+            fitting.append(group)
+        else:
+            others += group
     return fitting, others
 
 

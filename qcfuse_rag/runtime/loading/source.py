@@ -1,4 +1,4 @@
-"""What the loader of layers loads from: chunks whose blocks are read one by one, or that lie in one allocation each."""
+"""The interface between the layer loader and the chunks that it loads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LayerSource(Protocol):
 
     @property
     def joins_layers(self) -> bool:
-        """Whether layers that have arrived are best placed by one launch."""
+        """Whether one launch may place several layers."""
 
     def read(self, layers: range) -> SentLayers:
         """Read the blocks of some layers and start to send them; the reading thread calls it.
