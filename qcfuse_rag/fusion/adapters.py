@@ -43,6 +43,14 @@ class PlacementContext:
         before = [span for span in self.prompt.chunks if span.stop <= self.span.start]
         return tuple(hash_ids(span.segment.stored_ids) for span in before)
 
+    def key(self, base: Base) -> ChunkKey:
+        """Return the chunk's address under a base."""
+        return base.key(self.lm.fingerprint, self.prompt.prefix_ids, self.span.segment.stored_ids)
+
+    def exact_under(self, base: Base) -> bool:
+        """Return whether the chunk under a base equals what full prefill would compute at this position."""
+        return base.exact_at(self.span.start, self.prompt.ids, self.prompt.prefix_ids)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedChunk:
@@ -115,21 +123,20 @@ class FallbackBases:
 
     def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Return the chunk under the first base that has it."""
-        prefix_ids, before = context.prompt.prefix_ids, context.prompt.ids[: context.span.start]
-        if self.exact_first and not context.base.exact_behind(before, prefix_ids):
-            for base in (base for base in self.bases if base.exact_behind(before, prefix_ids)):
-                key = base.key(context.lm.fingerprint, prefix_ids, context.span.segment.stored_ids)
+        if self.exact_first and not context.exact_under(context.base):
+            for base in filter(context.exact_under, self.bases):
+                key = context.key(base)
                 other = context.store.get(key)
                 if isinstance(other, ChunkKV):
                     return AdaptedChunk(other, exact=True, key=key)
         if isinstance(stored, ChunkKV):
-            return AdaptedChunk(stored, context.base.exact_behind(before, prefix_ids))
+            return AdaptedChunk(stored, context.exact_under(context.base))
         for base in self.bases:
-            key = base.key(context.lm.fingerprint, prefix_ids, context.span.segment.stored_ids)
+            key = context.key(base)
             other = context.store.get(key)
             if isinstance(other, ChunkKV):
                 note = f"{base.name} instead of {context.base.name}"
-                return AdaptedChunk(other, base.exact_behind(before, prefix_ids), note=note, key=key)
+                return AdaptedChunk(other, context.exact_under(base), note=note, key=key)
         return stored
 
 

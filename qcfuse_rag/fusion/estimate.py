@@ -32,16 +32,12 @@ def estimate_prefill(
         if span.start < start:
             continue
         bases = {Role.HEAD: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
-        stored_bases = [
-            base for base in bases if base.key(lm.fingerprint, prompt.prefix_ids, span.segment.stored_ids) in store
-        ]
-        stored_tokens += len(span) if stored_bases else 0
-        absent += span.segment.role is Role.CHUNK and not stored_bases
-        before = prompt.ids[: span.start]
-        exact = span.segment.role is Role.HEAD or any(
-            base.exact_behind(before, prompt.prefix_ids) for base in stored_bases
-        )
-        inexact_tokens += len(span) if stored_bases and not exact else 0
+        exact = {base: base.exact_at(span.start, prompt.ids, prompt.prefix_ids) for base in bases}
+        ids, exact_first = span.segment.stored_ids, sorted(bases, key=exact.__getitem__, reverse=True)
+        found = next((base for base in exact_first if base.key(lm.fingerprint, prompt.prefix_ids, ids) in store), None)
+        absent += span.segment.role is Role.CHUNK and found is None
+        stored_tokens += 0 if found is None else len(span)
+        inexact_tokens += 0 if found is None or exact[found] else len(span)
     selected_tokens = method.budget.tokens(inexact_tokens) if method.budget is not None else 0
     context_end = max((span.stop for span in passages), default=start)
     depth = method.probe.depth(lm) if isinstance(method.probe, QuestionProbe) else lm.n_layers

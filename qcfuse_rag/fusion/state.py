@@ -223,7 +223,7 @@ class FusedPrompt:
         if segment.adapter is not None:
             adapted = segment.adapter.adapt(PlacementContext(self.lm, store, self.prompt, span, base), chunk)
         elif isinstance(chunk, ChunkKV):
-            exact = base.exact_behind(self.prompt.ids[: span.start], self.prompt.prefix_ids)
+            exact = base.exact_at(span.start, self.prompt.ids, self.prompt.prefix_ids)
             adapted = AdaptedChunk(chunk, exact)
         else:
             adapted = chunk

@@ -76,8 +76,7 @@ class ClosestVariant:
     def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Return the exact cache if there is one, else the cache with the smallest overhead, or a miss."""
         prompt, ids = context.prompt, context.span.segment.stored_ids
-        before = prompt.ids[: context.span.start]
-        if isinstance(stored, ChunkKV) and context.base.exact_behind(before, prompt.prefix_ids):
+        if isinstance(stored, ChunkKV) and context.exact_under(context.base):
             return AdaptedChunk(stored, exact=True, demand=0.0)
         slots = filled_slots(context.store, "variant", self.slots, context.lm.fingerprint, prompt.prefix_ids, ids)
         for overhead, exact, slot in self._ranked(context, slots):

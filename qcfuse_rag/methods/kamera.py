@@ -41,7 +41,7 @@ class StoredPatches:
         """Return the chunk with the best patch added; without one if the chunk is exact or no patch fits."""
         if isinstance(stored, Miss):
             return stored
-        if context.base.exact_behind(context.prompt.ids[: context.span.start], context.prompt.prefix_ids):
+        if context.exact_under(context.base):
             return AdaptedChunk(stored, exact=True)
         if not follows_system_prefix(context):
             return AdaptedChunk(stored, note="no patch applies, since text other than passages precedes the chunk")

@@ -48,7 +48,7 @@ class AnchorOffsets:
         """Return the chunk with the differences added, the chunk itself if exact, or the reason to compute it."""
         if isinstance(stored, Miss):
             return stored
-        if context.base.exact_behind(context.prompt.ids[: context.span.start], context.prompt.prefix_ids):
+        if context.exact_under(context.base):
             return AdaptedChunk(stored, exact=True)
         if not follows_system_prefix(context):
             return Miss("no anchor applies, since text other than passages precedes the chunk")

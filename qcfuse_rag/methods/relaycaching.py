@@ -69,10 +69,9 @@ class PreferGenerated:
 
     def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Return the chunk to place, or a miss."""
-        prefix_ids, before = context.prompt.prefix_ids, context.prompt.ids[: context.span.start]
-        if isinstance(stored, ChunkKV) and context.base.exact_behind(before, prefix_ids):
+        if isinstance(stored, ChunkKV) and context.exact_under(context.base):
             return AdaptedChunk(stored, exact=True)
-        key = GENERATED.key(context.lm.fingerprint, prefix_ids, context.span.segment.stored_ids)
+        key = context.key(GENERATED)
         generated = context.store.get(key)
         if isinstance(generated, ChunkKV):
             return AdaptedChunk(generated, note="as generated", key=key)

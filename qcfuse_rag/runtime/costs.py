@@ -40,9 +40,12 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import BASES, BLIND
 from qcfuse_rag.store.regular_file import read_text
 
-SIZES = {"cpu": (16, 16, 128), "cuda": (16, 1024, 4096)}
-"""Rows of the timed passes, by device: a small pass, which mostly launches kernels and reads weights, and two passes
-whose difference is the cost of more rows. On a GPU some hundred rows take as long as a few, hence the larger sizes."""
+SIZES = {"cpu": (16, 16, 128), "cuda": (16, 1024, 4096, 8192)}
+"""Rows of the timed passes, by device: a small pass, which mostly launches kernels and reads weights; passes whose
+differences are the cost of more rows and, on a GPU, of the keys that those rows see. On a GPU some hundred rows take as
+long as a few, hence the larger sizes."""
+KEYS_ROWS = 256
+"""Rows that are timed on a GPU behind few keys and behind many."""
 
 LOADS, PASSAGES_PER_LOAD = 3, 4
 """Loads that are timed, and passages of each if the store has so many; the median of the loads counts."""
@@ -50,9 +53,10 @@ LOADS, PASSAGES_PER_LOAD = 3, 4
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs in seconds that predict a prefill: a pass over `R` rows takes `pass_s + R row_s`.
+    """Costs in seconds that predict a prefill.
 
-    Attention over long prompts is not modelled. It makes full prefill, which has many rows, slower than predicted.
+    A pass over a whole prompt of `T` tokens takes `pass_s + T row_s + T² / 2 key_s`; a pass over `R` of its rows takes
+    `recorded_pass_s + R row_s + R T sparse_key_s`.
 
     Attributes:
         pass_s: the fixed cost of a pass.
@@ -60,6 +64,9 @@ class Costs:
         load_s: the cost of loading a token from the store, by the path that requests take.
         recorded_pass_s: the fixed cost of a pass over some rows of a prompt if such passes are recorded as CUDA
             graphs; else None.
+        key_s: the cost of each key that a row of a whole prompt attends to. Measured on GPUs only: on a CPU a pass that
+            is long enough takes many seconds. There full prefill of a long prompt takes longer than predicted.
+        sparse_key_s: the same of a pass over some rows of a prompt.
         loads_aside: whether loading takes no time from passes: on a GPU a link copies while the device computes. On a
             CPU the thread that computes also places what was read.
         overhead_s: the fixed cost of a fused prefill besides its passes: lookups, starting to load, scoring.
@@ -69,29 +76,37 @@ class Costs:
     row_s: float
     load_s: float = 0.0
     recorded_pass_s: float | None = None
+    key_s: float = 0.0
+    sparse_key_s: float = 0.0
     loads_aside: bool = False
     overhead_s: float = 0.0
 
     def full_pass_s(self, rows: int) -> float:
         """Predict the seconds of a pass over a whole prompt."""
-        return self.pass_s + rows * self.row_s if rows else 0.0
+        return self.pass_s + rows * self.row_s + rows**2 / 2 * self.key_s if rows else 0.0
 
-    def partial_pass_s(self, rows: int, share: float = 1.0) -> float:
-        """Predict the seconds of a pass over some rows of a prompt, through a share of the layers."""
+    def partial_pass_s(self, rows: int, keys: int = 0, share: float = 1.0) -> float:
+        """Predict the seconds of a pass over some rows of a prompt.
+
+        Args:
+            rows: their number.
+            keys: the prompt's tokens.
+            share: share of the layers that the pass runs through.
+        """
         pass_s = self.pass_s if self.recorded_pass_s is None else self.recorded_pass_s
-        return share * (pass_s + rows * self.row_s) if rows else 0.0
+        return share * (pass_s + rows * (self.row_s + keys * self.sparse_key_s)) if rows else 0.0
 
     def fused_s(self, *, stored_tokens: int, probe_rows: int, probe_share: float, rows: int) -> float:
         """Predict the seconds of a fused prefill.
 
         Args:
-            stored_tokens: tokens to load.
+            stored_tokens: tokens to load; rows attend to about as many keys.
             probe_rows: rows that a probe computes before rows are chosen; 0 without a probe.
             probe_share: share of the layers that it runs.
             rows: rows to recompute.
         """
-        load_s, probe_s = stored_tokens * self.load_s, self.partial_pass_s(probe_rows, probe_share)
-        rows_s = self.partial_pass_s(rows)
+        load_s, probe_s = stored_tokens * self.load_s, self.partial_pass_s(probe_rows, stored_tokens, probe_share)
+        rows_s = self.partial_pass_s(rows, stored_tokens)
         if not self.loads_aside:
             return self.overhead_s + load_s + probe_s + rows_s
         return self.overhead_s + (max(load_s, probe_s) + rows_s if probe_rows else max(load_s, rows_s))
@@ -158,20 +173,33 @@ def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None, *, sa
         passes: runs the model's passes; recorded ones are timed too.
         samples: number of samples of each size.
     """
-    small, medium, large = (min(size, lm.window.tokens) for size in SIZES.get(lm.device.type, SIZES["cpu"]))
+    sizes = [min(size, lm.window.tokens) for size in SIZES.get(lm.device.type, SIZES["cpu"])]
+    small, medium, large, longest = (*sizes, sizes[-1])[:4]
     prefill_once(lm, small)  # a process's first pass pays for one-time setup
-    seconds = {
-        size: min(timed(lm, partial(prefill_once, lm, size)) for _ in range(samples))
-        for size in sorted({small, medium, large})
-    }
-    row_s = max(seconds[large] - seconds[medium], 1e-9) / max(1, large - medium)
+
+    def seconds(size: int) -> float:
+        return min(timed(lm, partial(prefill_once, lm, size)) for _ in range(samples))
+
+    small_s, medium_s = seconds(small), seconds(medium)
+    large_s = seconds(large) if large > medium else medium_s
+    row_s = max(large_s - medium_s, 1e-9) / max(1, large - medium)
+    key_s = sparse_key_s = 0.0
+    if longest > large > medium:
+        with suppress(torch.OutOfMemoryError):  # a parabola through three points, not bent more than they can tell
+            bend = (max(seconds(longest) - large_s, 0.0) / (longest - large) - row_s) / (longest - medium)
+            key_s = min(max(0.0, 2 * bend), row_s / large)
+            row_s -= key_s / 2 * (large + medium)
     recorded_pass_s = None
     if passes is not None and passes.refusal is None:
-        replayed = passes.replayed
-        partial_s = min(timed(lm, partial(_partial_prefill_once, lm, passes, small)) for _ in range(samples + 1))
+        run, replayed = _PartialPrefill(lm, passes), passes.replayed
+        partial_s = run.seconds(small, small + 1, samples + 1)
         if passes.replayed > replayed:  # otherwise other requests used the recorded passes all the time
             recorded_pass_s = max(0.0, partial_s - small * row_s)
-    return Costs(max(0.0, seconds[small] - small * row_s), row_s, recorded_pass_s=recorded_pass_s)
+        if key_s:
+            more_s = run.seconds(KEYS_ROWS, longest, samples) - run.seconds(KEYS_ROWS, medium, samples)
+            sparse_key_s = max(0.0, more_s) / KEYS_ROWS / (longest - medium)
+    pass_s = max(0.0, small_s - small * row_s)
+    return Costs(pass_s, row_s, recorded_pass_s=recorded_pass_s, key_s=key_s, sparse_key_s=sparse_key_s)
 
 
 def prefill_once(lm: LanguageModel, tokens: int) -> None:
@@ -181,13 +209,23 @@ def prefill_once(lm: LanguageModel, tokens: int) -> None:
     forward_rows(lm, plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, buffer)
 
 
-def _partial_prefill_once(lm: LanguageModel, passes: PrefillRunner, tokens: int) -> None:
-    """Compute rows of arbitrary tokens after one position that is in the buffer already."""
-    plan = RowsPlan.between(1, min(tokens + 1, lm.window.tokens), lm.device, lm.sliding)
-    buffer = KVBuffer.allocate(lm.shapes, plan.length, dtype=lm.dtype, device=lm.device)
-    for tensor in (*buffer.keys, *buffer.values):
-        tensor[:, :, 0] = 0
-    passes.forward_rows(plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, buffer)
+@dataclass(frozen=True, slots=True)
+class _PartialPrefill:
+    """A pass over arbitrary tokens at the end of a prompt whose beginning is in the buffer already."""
+
+    lm: LanguageModel
+    passes: PrefillRunner
+
+    def seconds(self, rows: int, length: int, samples: int) -> float:
+        """Return the seconds of the fastest sample."""
+        lm, length = self.lm, min(length, self.lm.window.tokens)
+        plan = RowsPlan.between(max(1, length - rows), length, lm.device, lm.sliding)
+        ids = plan.rows % lm.model.get_input_embeddings().num_embeddings
+        buffer = KVBuffer.allocate(lm.shapes, length, dtype=lm.dtype, device=lm.device)
+        for tensor in (*buffer.keys, *buffer.values):
+            tensor.zero_()
+        finish(lm.device)
+        return min(timed(lm, partial(self.passes.forward_rows, ids, plan, buffer)) for _ in range(samples))
 
 
 @torch.inference_mode()
@@ -291,11 +329,11 @@ def costs_path(folder: Path, lm: LanguageModel, recorded: bool = False) -> Path:
 
 
 def read_costs(path: Path) -> Costs | None:
-    """Read a file of `save_costs`; None if it does not exist, is damaged, or is of a version that loaded otherwise."""
+    """Read a file of `save_costs`; None if it does not exist, is damaged, or is of a version that measured otherwise."""
     try:
         data = json.loads(read_text(path))
         recorded_pass_s = data.get("recorded_pass_s")
-        numbers = {name: float(data[name]) for name in ("pass_s", "row_s", "load_s")}
+        numbers = {name: float(data[name]) for name in ("pass_s", "row_s", "load_s", "key_s", "sparse_key_s")}
         recorded_pass_s = None if recorded_pass_s is None else float(recorded_pass_s)
         return Costs(**numbers, recorded_pass_s=recorded_pass_s, loads_aside=bool(data["loads_aside"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -39,9 +39,12 @@ class Base:
         """
         return prefix_ids if self.after_prefix else prefix_ids[:1] * self.dummies
 
-    def exact_behind(self, before: tuple[int, ...], prefix_ids: tuple[int, ...]) -> bool:
-        """Return whether a chunk behind the ids `before` in a prompt equals what full prefill would compute."""
-        return not self.enriched and not self.primed and before == self.prefix(prefix_ids)
+    def exact_at(self, start: int, ids: tuple[int, ...], prefix_ids: tuple[int, ...]) -> bool:
+        """Return whether a chunk at position `start` of a prompt of `ids` equals what full prefill would compute."""
+        if self.enriched or self.primed:
+            return False
+        prefix = self.prefix(prefix_ids)
+        return start == len(prefix) and ids[:start] == prefix
 
     def key(self, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> ChunkKey:
         """Return the address of a chunk's keys and values under this base."""

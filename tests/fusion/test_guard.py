@@ -160,6 +160,26 @@ def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel, monkeypatc
     assert costs.partial_pass_s(100, share=0.5) == pytest.approx(costs.full_pass_s(100) / 2)
 
 
+def test_on_a_gpu_full_prefill_also_takes_a_time_for_every_key(
+    llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention is most of the time of a long prompt."""
+    seams.timed_sizes(monkeypatch, {"cpu": (16, 64, 128, 256)})
+    seams.passes_take(monkeypatch, lambda rows: 0.5 + 0.002 * rows + 1e-6 * rows**2)
+    costs = measure_passes(llama)
+    assert (costs.row_s, costs.key_s) == (pytest.approx(0.002), pytest.approx(2e-6))
+    assert costs.full_pass_s(2000) == pytest.approx(0.5 + 4 + 4, rel=0.01)
+    seams.passes_take(monkeypatch, lambda rows: 0.5 + 0.002 * rows - 1e-6 * rows**2)
+    assert measure_passes(llama).key_s == 0, "a disturbed measurement does not make long prompts free"
+
+
+def test_some_rows_of_a_long_prompt_take_a_time_for_every_key() -> None:
+    costs = Costs(pass_s=1.0, row_s=1e-5, recorded_pass_s=0.01, sparse_key_s=1e-9)
+    assert costs.partial_pass_s(500, 10_000) == pytest.approx(costs.partial_pass_s(500) + 0.005)
+    ahead = PrefillEstimate(11_000, stored_tokens=10_000, selected_tokens=500, probe_rows=0, probe_share=1.0)
+    assert predict_fused_s(ahead, costs) == pytest.approx(costs.partial_pass_s(1500, 10_000))
+
+
 def test_recorded_passes_are_predicted_by_what_they_take() -> None:
     """Full prefill is launched as ever: only what fusing computes gets cheaper."""
     costs = Costs(pass_s=1.0, row_s=0.001)

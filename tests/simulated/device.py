@@ -158,6 +158,10 @@ class Device:
         """Run one of torch's operations on the host or the device, depending on its operands."""
         with self.lock:
             name = func._schema.name
+            if name == "aten::_foreach_copy_":  # between devices, torch copies one after the other
+                for target, source in zip(*args[:2], strict=True):
+                    self.run(torch.ops.aten.copy_.default, (target, source, *args[2:]), kwargs)
+                return None
             if name in CONVERTING and (name != "aten::to" or any(map(_is_device, (*args, *kwargs.values())))):
                 with Everywhere(self):
                     return func.decompose(*tree_map(_named, args), **tree_map(_named, kwargs))

@@ -45,6 +45,7 @@ populate_flag = _seam("qcfuse_rag.store.entry.reader.MADV_POPULATE_READ")
 
 measured_passes = _seam("qcfuse_rag.runtime.costs.measure_passes")
 measured_loading = _seam("qcfuse_rag.runtime.costs.measure_loading", "qcfuse_rag.engine.first_passes.measure_loading")
+timed_sizes = _seam("qcfuse_rag.runtime.costs.SIZES")
 timed_pass = _seam("qcfuse_rag.runtime.costs.prefill_once")
 timer = _seam("qcfuse_rag.runtime.costs.timed")
 reference_least_rows = _seam("qcfuse_rag.runtime.reference_attention.MIN_ROWS")

@@ -13,9 +13,9 @@ from qcfuse_rag.runtime.kernels.launch import block_dim, concurrent_programs
 
 KEYS_PER_SPLIT = 256
 """Fewest keys that are worth a program."""
-FEW_SPLITS, MAX_SPLITS = 32, 128
-"""Most parts that one program combines: it is compiled for 32, 64 or 128 and masks those that are missing. With one or
-two key heads, 32 parts would leave most of a large GPU without a program."""
+TWO_SPLITS, FEW_SPLITS, MAX_SPLITS = 2, 32, 128
+"""Most parts that one program combines: it is compiled for 2, 32, 64 or 128 and masks those that are missing. Many rows
+have two parts. With one or two key heads, 32 parts would leave most of a large GPU without a program."""
 
 
 def num_splits(
@@ -60,22 +60,26 @@ def combine(
     VALUE_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
 ):
-    """Combine the parts of one (row, head) pair, all loaded at once: one load takes as long as all of them."""
-    pair = tl.program_id(0).to(tl.int64)
+    """Combine the parts of some (row, head) pairs, all loaded at once: one load takes as long as all of them."""
+    pair = tl.program_id(0).to(tl.int64) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
     split, dim = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_VALUE)
-    valid = split < splits
-    index = split * n_pairs + pair
+    active, inside = pair < n_pairs, (dim < VALUE_DIM)[None, :]
+    valid = active[:, None] & (split < splits)[None, :]
+    index = split[None, :] * n_pairs + pair[:, None]
     maximum = tl.load(maxima + index, mask=valid, other=float("-inf"))
-    weight = tl.exp2(maximum - tl.max(maximum, 0))  # 0 for a part without a visible key
-    total = tl.sum(tl.load(sums + index, mask=valid, other=0.0) * weight, 0)
+    largest = tl.where(active, tl.max(maximum, 1), 0.0)
+    weight = tl.exp2(maximum - largest[:, None])  # 0 for a part without a visible key
+    total = tl.sum(tl.load(sums + index, mask=valid, other=0.0) * weight, 1)
     part = tl.load(
-        parts + index[:, None] * VALUE_DIM + dim[None, :],
-        mask=valid[:, None] & (dim < VALUE_DIM)[None, :],
+        parts + index[:, :, None] * VALUE_DIM + dim[None, None, :],
+        mask=valid[:, :, None] & inside[None, :, :],
         other=0.0,
     )
-    result = tl.sum(part * weight[:, None], 0) / total
-    tl.store(out + pair * VALUE_DIM + dim, result.to(out.dtype.element_ty), mask=dim < VALUE_DIM)
+    result = tl.sum(part * weight[:, :, None], 1) / tl.where(active, total, 1.0)[:, None]
+    to = out + pair[:, None] * VALUE_DIM + dim[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=active[:, None] & inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +117,10 @@ class PartialResults:
         """Combine the parts into the output if there are several."""
         if self.splits > 1:
             pairs, dim = out.numel() // out.shape[-1], out.shape[-1]
-            block_splits = max(FEW_SPLITS, triton.next_power_of_2(self.splits))
-            combine[(pairs,)](
+            few = TWO_SPLITS if self.splits <= TWO_SPLITS else FEW_SPLITS
+            block_splits = max(few, triton.next_power_of_2(self.splits))
+            block_pairs = max(1, FEW_SPLITS // block_splits)
+            combine[(triton.cdiv(pairs, block_pairs),)](
                 self.results,
                 self.maxima,
                 self.sums,
@@ -124,5 +130,6 @@ class PartialResults:
                 VALUE_DIM=dim,
                 BLOCK_VALUE=block_dim(dim),
                 BLOCK_SPLITS=block_splits,
-                num_warps=4 if block_splits == FEW_SPLITS else 8,
+                BLOCK_PAIRS=block_pairs,
+                num_warps=4 if block_splits <= FEW_SPLITS else 8,
             )

@@ -155,11 +155,10 @@ class HostToDevice:
         computed = torch.cuda.current_stream(self.device).record_event()
         with link.lock, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
             memory = torch.empty(stops[-1], dtype=torch.uint8, device=self.device)
-            starts = [0, *stops[:-1]]
-            for span, start, stop in zip(spans, starts, stops, strict=True):
-                memory[start:stop].copy_(span, non_blocking=True)
+            # One call: between two, another thread may take Python's lock, for longer than the link takes for a span.
+            torch._foreach_copy_(list(torch.split(memory, list(map(len, spans)))), list(spans), non_blocking=True)
             handle = TransferHandle(self.device, [memory], len(memory), link.stream.record_event(), computed)
-        return handle, [memory.data_ptr() + start for start in starts]
+        return handle, [memory.data_ptr() + start for start in (0, *stops[:-1])]
 
     def _start_copy(self, tensor: Tensor) -> Tensor:
         link = self._link

@@ -33,7 +33,7 @@ from qcfuse_rag.runtime.kernels.context_score import context_scores
 from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, large_tile_fits
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
-from qcfuse_rag.runtime.kernels.split_k import MAX_SPLITS, PartialResults
+from qcfuse_rag.runtime.kernels.split_k import MAX_SPLITS, TWO_SPLITS, PartialResults
 from qcfuse_rag.runtime.kernels.table_attention import append_rows, table_attention
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.store.quantization import LOSSLESS, quantize
@@ -99,7 +99,8 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
             yield name, dim, partial(table_attention, *several, **plain, splits=1, tile=LARGE_TILE)
         if architecture != architectures[0] and not is_main:
             continue  # the other kernels need less than attention
-        yield name, dim, partial(PartialResults.of(query, MAX_SPLITS).combine, query)
+        for splits in (TWO_SPLITS, MAX_SPLITS):
+            yield name, dim, partial(PartialResults.of(query, splits).combine, query)
         for splits in (1, 3) if is_main and architecture == SPLIT_ON else (3,):
             yield name, dim, partial(context_scores, query, key, rows, known, **scored, splits=splits)
         for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):

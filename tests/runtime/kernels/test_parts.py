@@ -44,8 +44,8 @@ def test_more_parts_than_can_be_combined_are_refused() -> None:
             context_scores(query, key, rows, known, scaling=1.0, splits=splits)
 
 
-@pytest.mark.parametrize("splits", [parts.FEW_SPLITS, parts.FEW_SPLITS + 1, parts.MAX_SPLITS])
-def test_many_parts_are_combined(splits: int) -> None:
+@pytest.mark.parametrize("splits", [parts.TWO_SPLITS, 3, parts.FEW_SPLITS, parts.FEW_SPLITS + 1, parts.MAX_SPLITS])
+def test_parts_are_combined(splits: int) -> None:
     query, key, value, rows = operands(2, 1, [1500, 2100], 2112, 16, 16, torch.float32)
     result = sparse_attention(query, key, value, rows, scaling=0.3, splits=splits)
     assert relative_error(result, sparse_attention_reference(query, key, value, rows, scaling=0.3)) < 1e-5
