@@ -44,7 +44,7 @@ SIZES = {"cpu": (16, 16, 128), "cuda": (16, 1024, 4096, 8192)}
 """Rows of the timed passes, by device: a small pass, which mostly launches kernels and reads weights; passes whose
 differences are the cost of more rows and, on a GPU, of the keys that those rows see. On a GPU some hundred rows take as
 long as a few, hence the larger sizes."""
-KEYS_ROWS = 256
+KEYS_ROWS = 512
 """Rows that are timed on a GPU behind few keys and behind many."""
 
 LOADS, PASSAGES_PER_LOAD = 3, 4
@@ -329,7 +329,7 @@ def costs_path(folder: Path, lm: LanguageModel, recorded: bool = False) -> Path:
 
 
 def read_costs(path: Path) -> Costs | None:
-    """Read a file of `save_costs`; None if it does not exist, is damaged, or is of a version that measured otherwise."""
+    """Read a file of `save_costs`; None if it does not exist, is damaged, or lacks what is measured now."""
     try:
         data = json.loads(read_text(path))
         recorded_pass_s = data.get("recorded_pass_s")

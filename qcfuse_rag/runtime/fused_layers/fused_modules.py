@@ -10,14 +10,14 @@ import copy
 import logging
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qcfuse_rag.runtime.fused_layers.joint_projection import PROJECTIONS, joint_projections
+from qcfuse_rag.runtime.fused_layers.joint_projection import OUTPUT, PROJECTIONS, joint_projections
 from qcfuse_rag.runtime.fused_layers.likeness import same
 from qcfuse_rag.runtime.model_views import ModuleProxy
 
@@ -86,14 +86,17 @@ class FusedGate(ModuleProxy):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model's own does."""
         from qcfuse_rag.runtime.fused_layers.pointwise import gated
-        from qcfuse_rag.runtime.fused_layers.skinny_products import gate_projected, takes
+        from qcfuse_rag.runtime.fused_layers.skinny_products import gate_projected, projected, takes
 
         if kwargs or len(args) != 1:
             return self.inner(*args, **kwargs)
         parts: Any = self.inner
         weights = parts.gate_proj.weight, parts.up_proj.weight
         if self._few and takes(args[0], weights):
-            return parts.down_proj(gate_projected(args[0], *weights, self.activation))
+            down, hidden = parts.down_proj, gate_projected(args[0], *weights, self.activation)
+            if not takes(hidden, [down.weight]):
+                return down(hidden)
+            return projected(hidden, [down.weight], None if down.bias is None else [down.bias])[0]
         return parts.down_proj(gated(parts.gate_proj(args[0]), parts.up_proj(args[0]), self.activation))
 
 
@@ -139,7 +142,8 @@ class _FusedViewBuilder:
     def _inside(self, module: nn.Module) -> nn.Module:
         parts = {name: None if child is None else self.view(child) for name, child in module._modules.items()}
         forward = self._forward(module)
-        parts |= self._joint(module)
+        for kind, names in (("projections", PROJECTIONS), ("outputs", OUTPUT)):
+            parts |= self._products(module, kind, names)
         if forward is None and all(parts[name] is child for name, child in module._modules.items()):
             return module
         self.fused_counts["rotations"] += forward is not None
@@ -161,8 +165,8 @@ class _FusedViewBuilder:
         first = getattr(module, "gate_proj", None)
         if not isinstance(first, nn.Linear) or set(module._modules) - {"act_fn"} != GATED:
             return None
-        products = [part for name, part in module._modules.items() if name in GATED - {"down_proj"}]
-        bare = all(is_product(part) and part.bias is None for part in products if part is not None)
+        products = {name: part for name, part in module._modules.items() if name in GATED and part is not None}
+        bare = all(is_product(part) and (name == "down_proj" or part.bias is None) for name, part in products.items())
         tried = (
             FusedGate(module, name, few=few) for name in ACTIVATIONS for few in ((True, False) if bare else (False,))
         )
@@ -182,21 +186,21 @@ class _FusedViewBuilder:
         self.fused_counts[kind] += found is not None
         return found
 
-    def _joint(self, module: nn.Module) -> dict[str, nn.Module]:
-        """Return views of an attention's projections that compute a few rows together; none if that is not known."""
+    def _products(self, module: nn.Module, kind: str, names: Sequence[str]) -> dict[str, nn.Module]:
+        """Return views of an attention's products that compute a few rows together; none if that is not known."""
         from qcfuse_rag.runtime.fused_layers.skinny_products import takes
 
-        own = [module._modules.get(name) for name in PROJECTIONS]
+        own = [module._modules.get(name) for name in names]
         linears = [part for part in own if isinstance(part, nn.Linear) and is_product(part)]
-        if len(linears) < len(PROJECTIONS) or len({linear.bias is None for linear in linears}) > 1:
+        if len(linears) < len(names) or len({linear.bias is None for linear in linears}) > 1:
             return {}
         views, rows = joint_projections(linears), self._random(1, FEW, linears[0].in_features)
         if not takes(rows, [linear.weight for linear in linears]) or not same(
             lambda x: tuple(part(x) for part in linears), lambda x: tuple(part(x) for part in views), rows
         ):
             return {}
-        self.fused_counts["projections"] += 1
-        return dict(zip(PROJECTIONS, views, strict=True))
+        self.fused_counts[kind] += 1
+        return dict(zip(names, views, strict=True))
 
     def _forward(self, module: nn.Module) -> types.FunctionType | None:
         """Return a module's forward that rotates by a kernel, or None if it rotates otherwise or not at all."""

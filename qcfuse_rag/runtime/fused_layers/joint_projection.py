@@ -1,4 +1,4 @@
-"""The projections of an attention that read the same rows, of a few rows by one kernel."""
+"""An attention's products of a few rows: those that read the same rows by one kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qcfuse_rag.runtime.model_views import ModuleProxy
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+PROJECTIONS, OUTPUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 """Names of the parts in transformers' models."""
 
 

@@ -39,22 +39,29 @@ FOUND = {
 
 WITHOUT_PROJECTIONS = {"gpt-neox", "phi3-partial-rotary"}
 """Models with one matrix for queries, keys and values."""
+WITHOUT_OUTPUT = {"gpt-neox"}
+"""Models that name an attention's last product otherwise."""
 
 
 def expected_views(family: str, dtype: torch.dtype) -> dict[str, int]:
     """Return how many modules of each kind have a view; the interpreter cannot multiply bfloat16 matrices."""
     joint = dtype == torch.float16 or (dtype == torch.bfloat16 and DEVICE.type == "cuda")
     projections = {"projections": LAYERS} if joint and family not in WITHOUT_PROJECTIONS else {}
-    return {**FOUND.get(family, EVERYTHING), **projections}
+    outputs = {"outputs": LAYERS} if joint and family not in WITHOUT_OUTPUT else {}
+    return {**FOUND.get(family, EVERYTHING), **projections, **outputs}
 
 
 def replaced(view: nn.Module) -> dict[str, int]:
     """Return how many modules of each kind are another's stand-in."""
     kinds = {FusedNorm: "norms", FusedGate: "gates", JointPart: "projections"}
-    stand_ins = [
-        part for part in view.modules() if isinstance(part, JointPart) or type(part).__name__.startswith("Fused")
-    ]
-    names = Counter(kinds.get(type(part), "rotations") for part in stand_ins)
+    stand_ins = {
+        name: part
+        for name, part in view.named_modules()
+        if isinstance(part, JointPart) or type(part).__name__.startswith("Fused")
+    }
+    names = Counter(
+        "outputs" if name.endswith("o_proj") else kinds.get(type(part), "rotations") for name, part in stand_ins.items()
+    )
     return {name: count // (3 if name == "projections" else 1) for name, count in names.items()}
 
 
