@@ -18,7 +18,6 @@ from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.runtime.costs import measure_loading
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
@@ -52,7 +51,7 @@ def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
 
 
 def measure_overhead(runner: ModelRunner, prompts: PromptBuilder, *, samples: int = 3) -> float:
-    """Return the seconds that a fused prefill takes beyond its passes and its loading.
+    """Return the seconds that a fused prefill takes beyond its passes: lookups, starting to load, scoring.
 
     With recorded passes these are most of a short prompt's time; without, it is 0. The fastest of some samples counts.
     """
@@ -61,9 +60,7 @@ def measure_overhead(runner: ModelRunner, prompts: PromptBuilder, *, samples: in
         return 0.0
     here = _over_a_passage(runner, prompts)
     method = make_method("prophetkv", ratio=SOME, base=FRAMED)
-    load_s = measure_loading(runner.lm, here.store, runner.transfers) or 0.0
-    aside = runner.transfers.open() is not None
-    costs = replace(runner.costs(), load_s=load_s, loads_aside=aside, overhead_s=0.0)
+    costs = replace(runner.costs(), load_s=0.0, overhead_s=0.0)  # so few tokens take no time on the link
     taken_s = min(prefill(here, prompt, method).report.timings.ttft_s for _ in range(samples))
     return max(0.0, taken_s - predict_fused_s(estimate_prefill(runner.lm, here.store, prompt, method), costs))
 

@@ -56,7 +56,7 @@ class Costs:
     """Costs in seconds that predict a prefill.
 
     A pass over a whole prompt of `T` tokens takes `pass_s + T row_s + T² / 2 key_s`; a pass over `R` of its rows takes
-    `recorded_pass_s + R row_s + R T sparse_key_s`.
+    `recorded_pass_s + R row_s + R K sparse_key_s`, where each row sees `K` keys.
 
     Attributes:
         pass_s: the fixed cost of a pass.
@@ -90,7 +90,7 @@ class Costs:
 
         Args:
             rows: their number.
-            keys: the prompt's tokens.
+            keys: the keys that each row sees.
             share: share of the layers that the pass runs through.
         """
         pass_s = self.pass_s if self.recorded_pass_s is None else self.recorded_pass_s
@@ -100,13 +100,14 @@ class Costs:
         """Predict the seconds of a fused prefill.
 
         Args:
-            stored_tokens: tokens to load; rows attend to about as many keys.
+            stored_tokens: tokens to load. The probe's rows see them all, and recomputed rows, which are spread over the
+                prompt, half of them.
             probe_rows: rows that a probe computes before rows are chosen; 0 without a probe.
             probe_share: share of the layers that it runs.
             rows: rows to recompute.
         """
         load_s, probe_s = stored_tokens * self.load_s, self.partial_pass_s(probe_rows, stored_tokens, probe_share)
-        rows_s = self.partial_pass_s(rows, stored_tokens)
+        rows_s = self.partial_pass_s(rows, stored_tokens // 2)
         if not self.loads_aside:
             return self.overhead_s + load_s + probe_s + rows_s
         return self.overhead_s + (max(load_s, probe_s) + rows_s if probe_rows else max(load_s, rows_s))

@@ -177,7 +177,10 @@ def test_some_rows_of_a_long_prompt_take_a_time_for_every_key() -> None:
     costs = Costs(pass_s=1.0, row_s=1e-5, recorded_pass_s=0.01, sparse_key_s=1e-9)
     assert costs.partial_pass_s(500, 10_000) == pytest.approx(costs.partial_pass_s(500) + 0.005)
     ahead = PrefillEstimate(11_000, stored_tokens=10_000, selected_tokens=500, probe_rows=0, probe_share=1.0)
-    assert predict_fused_s(ahead, costs) == pytest.approx(costs.partial_pass_s(1500, 10_000))
+    rows_s = costs.partial_pass_s(1500, 5000)
+    assert predict_fused_s(ahead, costs) == pytest.approx(rows_s), "rows spread over a prompt see half of it"
+    probe_s = costs.partial_pass_s(64, 10_000)
+    assert predict_fused_s(replace(ahead, probe_rows=64), costs) == pytest.approx(probe_s + rows_s)
 
 
 def test_recorded_passes_are_predicted_by_what_they_take() -> None:

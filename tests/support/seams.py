@@ -44,7 +44,7 @@ manifest_connection = _seam("qcfuse_rag.store.documents.manifest.sqlite3.connect
 populate_flag = _seam("qcfuse_rag.store.entry.reader.MADV_POPULATE_READ")
 
 measured_passes = _seam("qcfuse_rag.runtime.costs.measure_passes")
-measured_loading = _seam("qcfuse_rag.runtime.costs.measure_loading", "qcfuse_rag.engine.first_passes.measure_loading")
+measured_loading = _seam("qcfuse_rag.runtime.costs.measure_loading")
 timed_sizes = _seam("qcfuse_rag.runtime.costs.SIZES")
 timed_pass = _seam("qcfuse_rag.runtime.costs.prefill_once")
 timer = _seam("qcfuse_rag.runtime.costs.timed")

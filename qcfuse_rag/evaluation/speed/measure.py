@@ -266,7 +266,7 @@ def decode_steps(
 ) -> list[dict[str, Any]]:
     """Time decode steps of a prefilled prompt for each batch size; the first of `STEPS` steps is a warm-up.
 
-    A side takes some steps in its turn, as an answer does: the first after a pause takes a tenth longer on a GPU.
+    A side takes some steps in its turn, as an answer does: on a GPU the first step after a pause takes longer.
     transformers' steps are timed for a single request only, as there is memory for two more copies of the keys and
     values; those of its faster cache count.
     """
