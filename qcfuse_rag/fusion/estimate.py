@@ -8,6 +8,7 @@ from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.prompts.segments import Prompt, Role
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND
 
 
@@ -26,7 +27,8 @@ def estimate_prefill(
         method: what to reuse and what to recompute.
         start: the first position that is not there already; what is in front of it costs nothing.
     """
-    stored_tokens = inexact_tokens = absent = 0
+    stored_tokens = near_tokens = inexact_tokens = absent = 0
+    far_keys: list[ChunkKey] = []
     passages = [span for span in prompt.chunks if span.start >= start]
     for span in prompt.spans:
         if span.start < start:
@@ -34,9 +36,14 @@ def estimate_prefill(
         bases = {Role.HEAD: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
         exact = {base: base.exact_at(span.start, prompt.ids, prompt.prefix_ids) for base in bases}
         ids, exact_first = span.segment.stored_ids, sorted(bases, key=exact.__getitem__, reverse=True)
-        found = next((base for base in exact_first if base.key(lm.fingerprint, prompt.prefix_ids, ids) in store), None)
+        keys = ((base, base.key(lm.fingerprint, prompt.prefix_ids, ids)) for base in exact_first)
+        found, key = next(((base, key) for base, key in keys if key in store), (None, None))
         absent += span.segment.role is Role.CHUNK and found is None
         stored_tokens += 0 if found is None else len(span)
+        if key is not None and store.address(key) in store.tiers[0]:
+            near_tokens += len(span)
+        elif key is not None:
+            far_keys.append(key)
         inexact_tokens += 0 if found is None or exact[found] else len(span)
     selected_tokens = method.budget.tokens(inexact_tokens) if method.budget is not None else 0
     context_end = max((span.stop for span in passages), default=start)
@@ -49,6 +56,8 @@ def estimate_prefill(
         probe_share=depth / lm.n_layers,
         passages=len(passages),
         absent=absent,
+        near_tokens=near_tokens,
+        far_keys=tuple(far_keys),
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from qcfuse_rag.runtime.costs import Costs
+from qcfuse_rag.store.key import ChunkKey
 
 IN_FULL = "computed in full"
 """The beginning of a guard's reason."""
@@ -23,6 +24,8 @@ class PrefillEstimate:
         probe_share: share of the layers that the probe runs.
         passages: number of passages in the prompt.
         absent: number of passages that the store does not have.
+        near_tokens: tokens of its segments that the store's nearest tier has.
+        far_keys: of the stored segments that only a farther tier has.
     """
 
     prompt_tokens: int
@@ -32,6 +35,13 @@ class PrefillEstimate:
     probe_share: float
     passages: int = 0
     absent: int = 0
+    near_tokens: int = 0
+    far_keys: tuple[ChunkKey, ...] = ()
+
+    @property
+    def all_near(self) -> PrefillEstimate:
+        """The estimate if the nearest tier had all that is stored."""
+        return replace(self, near_tokens=self.stored_tokens, far_keys=())
 
     @property
     def rows(self) -> int:
@@ -43,6 +53,7 @@ def predict_fused_s(estimate: PrefillEstimate, costs: Costs) -> float:
     """Predict the seconds of a fused prefill."""
     return costs.fused_s(
         stored_tokens=estimate.stored_tokens,
+        near_tokens=estimate.near_tokens,
         probe_rows=estimate.probe_rows,
         probe_share=estimate.probe_share,
         rows=estimate.rows,

@@ -162,6 +162,9 @@ def _ask_guard(
     refusal = method.guard.refusal(estimate, costs)
     if refusal is None:
         return GuardDecision(None, predict_fused_s(estimate, costs))
+    if estimate.far_keys and method.guard.refusal(estimate.all_near, costs) is None:
+        runner.store.prefetch(estimate.far_keys)
+        refusal = f"{refusal}; its passages are being copied to memory"
     if estimate.absent:
         refusal = f"{refusal}; {estimate.absent} of {estimate.passages} passages are absent"
     return GuardDecision(refusal, costs.full_pass_s(estimate.prompt_tokens))

@@ -1,7 +1,7 @@
 """Predict the time of a prefill from costs that are measured on this machine and kept in a file.
 
-`Costs` predicts, `MeasuredCosts` returns the costs of a model over a store. Below them are the two measurements, of
-passes and of loading, and the file.
+`Costs` predicts, `MeasuredCosts` returns the costs of a model over a store. Below them are the measurement of passes
+and the file; loading is measured in `runtime.loading.load_time`.
 """
 
 from __future__ import annotations
@@ -10,34 +10,24 @@ import json
 import os
 import platform
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate, islice
 from pathlib import Path
-from statistics import median
 
 import torch
 
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.device import finish
+from qcfuse_rag.runtime.device import finish, timed
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferOpener
-from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
-from qcfuse_rag.runtime.loading.source import LateMissError, LoadingChunk
-from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
+from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
+from qcfuse_rag.runtime.loading.load_time import measure_loading
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.backends.base import KVStore
-from qcfuse_rag.store.backends.index_database import INDEX_FAILURES
-from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.prefill_base import BASES, BLIND
 from qcfuse_rag.store.regular_file import read_text
 
 SIZES = {"cpu": (16, 16, 128), "cuda": (16, 1024, 4096, 8192)}
@@ -46,9 +36,6 @@ differences are the cost of more rows and, on a GPU, of the keys that those rows
 long as a few, hence the larger sizes."""
 KEYS_ROWS = 512
 """Rows that are timed on a GPU behind few keys and behind many."""
-
-LOADS, PASSAGES_PER_LOAD = 3, 4
-"""Loads that are timed, and passages of each if the store has so many; the median of the loads counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +49,7 @@ class Costs:
         pass_s: the fixed cost of a pass.
         row_s: the cost of each row.
         load_s: the cost of loading a token from the store, by the path that requests take.
+        near_load_s: the same of a token that the nearest tier has; None if it is `load_s`.
         recorded_pass_s: the fixed cost of a pass over some rows of a prompt if such passes are recorded as CUDA
             graphs; else None.
         key_s: the cost of each key that a row of a whole prompt attends to. Measured on GPUs only: on a CPU a pass that
@@ -75,6 +63,7 @@ class Costs:
     pass_s: float
     row_s: float
     load_s: float = 0.0
+    near_load_s: float | None = None
     recorded_pass_s: float | None = None
     key_s: float = 0.0
     sparse_key_s: float = 0.0
@@ -96,17 +85,22 @@ class Costs:
         pass_s = self.pass_s if self.recorded_pass_s is None else self.recorded_pass_s
         return share * (pass_s + rows * (self.row_s + keys * self.sparse_key_s)) if rows else 0.0
 
-    def fused_s(self, *, stored_tokens: int, probe_rows: int, probe_share: float, rows: int) -> float:
+    def fused_s(
+        self, *, stored_tokens: int, near_tokens: int = 0, probe_rows: int, probe_share: float, rows: int
+    ) -> float:
         """Predict the seconds of a fused prefill.
 
         Args:
             stored_tokens: tokens to load. The probe's rows see them all, and recomputed rows, which are spread over the
                 prompt, half of them.
+            near_tokens: those of them that the nearest tier has.
             probe_rows: rows that a probe computes before rows are chosen; 0 without a probe.
             probe_share: share of the layers that it runs.
             rows: rows to recompute.
         """
-        load_s, probe_s = stored_tokens * self.load_s, self.partial_pass_s(probe_rows, stored_tokens, probe_share)
+        near_load_s = self.load_s if self.near_load_s is None else self.near_load_s
+        load_s = (stored_tokens - near_tokens) * self.load_s + near_tokens * near_load_s
+        probe_s = self.partial_pass_s(probe_rows, stored_tokens, probe_share)
         rows_s = self.partial_pass_s(rows, stored_tokens // 2)
         if not self.loads_aside:
             return self.overhead_s + load_s + probe_s + rows_s
@@ -118,8 +112,8 @@ class MeasuredCosts:
 
     The first call measures them. A method with a guard makes it at the first prompt with a stored chunk; calling
     earlier, when the store holds passages, saves that prompt a second or two. The costs are kept in the store's folder,
-    so they stay the same for all requests and after a restart on the same kind of machine, and no answer depends on
-    earlier requests. Safe to call from several threads.
+    so they stay the same for all requests and after a restart on the same kind of machine. Safe to call from several
+    threads.
 
     Args:
         lm: the model.
@@ -156,9 +150,9 @@ class MeasuredCosts:
                 path = None if self._store.folder is None else costs_path(self._store.folder, self._lm, recorded)
                 self._costs = (path and read_costs(path)) or self._costs or measure_passes(self._lm, self._passes)
                 if not self._costs.load_s:
-                    load_s = measure_loading(self._lm, self._store, self._transfers) or 0.0
+                    load_s, near_s = measure_loading(self._lm, self._store, self._transfers) or (0.0, 0.0)
                     aside = self._transfers.open() is not None
-                    self._costs = replace(self._costs, load_s=load_s, loads_aside=aside)
+                    self._costs = replace(self._costs, load_s=load_s, near_load_s=near_s, loads_aside=aside)
                     if path is not None and self._costs.load_s:
                         save_costs(self._costs, path)
                         self._costs = read_costs(path) or self._costs  # another process may have saved its own first
@@ -179,7 +173,7 @@ def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None, *, sa
     prefill_once(lm, small)  # a process's first pass pays for one-time setup
 
     def seconds(size: int) -> float:
-        return min(timed(lm, partial(prefill_once, lm, size)) for _ in range(samples))
+        return min(timed(lm.device, partial(prefill_once, lm, size)) for _ in range(samples))
 
     small_s, medium_s = seconds(small), seconds(medium)
     large_s = seconds(large) if large > medium else medium_s
@@ -226,93 +220,7 @@ class _PartialPrefill:
         for tensor in (*buffer.keys, *buffer.values):
             tensor.zero_()
         finish(lm.device)
-        return min(timed(lm, partial(self.passes.forward_rows, ids, plan, buffer)) for _ in range(samples))
-
-
-@torch.inference_mode()
-def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener | None = None) -> float | None:
-    """Return the median seconds of loading a token, over some stored passages; None if none can be read.
-
-    Passages are loaded as a request loads them, some at a time. In a tiered store, the farthest tier on this machine is
-    measured, whatever is in memory at the moment, unless a nearer tier holds as many entries; a remote is not asked for
-    its entries. An error of the store is no error here.
-
-    Args:
-        lm: the model.
-        store: the store, which is not changed.
-        transfers: opens the transfers by which requests load.
-    """
-    transfers = transfers or TransferOpener(lm)
-    try:
-        chunks = _stored_chunks(lm, _measured_tier(store))
-        size = max(1, len(chunks) // LOADS)
-        loads = [chunks[start : start + size] for start in range(0, len(chunks), size)][:LOADS]
-        times = [seconds for load in loads if (seconds := _load_once(lm, load, transfers.open())) is not None]
-    except (QCFuseError, RuntimeError, KeyError, *INDEX_FAILURES):
-        return None
-    return median(times) if times else None
-
-
-def _measured_tier(store: KVStore) -> KVStore:
-    """Return the nearest tier on this machine that holds as many entries as the farthest one."""
-    tiers = [tier for tier in store.tiers if tier.folder is not None] or store.tiers[:1]
-    if store.prefix:
-        return store
-    before = store.tiers[: store.tiers.index(tiers[-1])]
-    entries = tiers[-1].stats()[0].entries
-    return next((tier for tier in before if tier.stats()[0].entries >= entries), tiers[-1])
-
-
-def _stored_chunks(lm: LanguageModel, store: KVStore) -> list[ChunkKV]:
-    """Return some stored passages of the model; where there are none, what is stored blind.
-
-    A system prefix is stored blind. It is often short, so it does not count beside passages. Captured entries are left
-    out because no request loads them.
-    """
-
-    def read(bases: Collection[str]) -> Iterator[ChunkKV]:
-        for entry in store.entries():
-            opened = store.open(entry.address)
-            if isinstance(opened, tuple):
-                key, chunk = opened
-                if key.fingerprint == lm.fingerprint and key.base.split("+")[0] in bases:
-                    yield chunk
-
-    count = LOADS * PASSAGES_PER_LOAD
-    return list(islice(read(BASES.keys() - {BLIND.name}), count)) or list(islice(read({BLIND.name}), count))
-
-
-def _load_once(lm: LanguageModel, chunks: Sequence[ChunkKV], transfer: HostToDevice | None) -> float | None:
-    """Return the seconds per token of loading passages one behind the other; None if none can be read.
-
-    Each is read once: what the operating system has cached is read as fast as it will be the next time. Those that
-    cannot be read are left out, and the others loaded again.
-    """
-    ends = list(accumulate(chunk.n_tokens for chunk in chunks))
-    starts = [0, *ends[:-1]]
-    buffer = KVBuffer.allocate(lm.shapes, ends[-1], dtype=lm.dtype, device=lm.device)
-
-    def load() -> None:
-        loading = [LoadingChunk(start, chunk) for start, chunk in zip(starts, chunks, strict=True)]
-        loader = LayerLoader(buffer, lm.ropes, loading, transfer=transfer, wait_budget=WaitBudget(None))
-        try:
-            loader.wait()
-        finally:
-            loader.stop()
-
-    try:
-        return timed(lm, load) / ends[-1]
-    except LateMissError as late:
-        readable = [chunk for start, chunk in zip(starts, chunks, strict=True) if start not in late.misses]
-        return _load_once(lm, readable, transfer) if readable else None
-
-
-def timed(lm: LanguageModel, work: Callable[[], object]) -> float:
-    """Return the seconds that some work takes on the host and the model's device."""
-    started = time.perf_counter()
-    work()
-    finish(lm.device)
-    return time.perf_counter() - started
+        return min(timed(lm.device, partial(self.passes.forward_rows, ids, plan, buffer)) for _ in range(samples))
 
 
 def costs_path(folder: Path, lm: LanguageModel, recorded: bool = False) -> Path:
@@ -334,7 +242,8 @@ def read_costs(path: Path) -> Costs | None:
     try:
         data = json.loads(read_text(path))
         recorded_pass_s = data.get("recorded_pass_s")
-        numbers = {name: float(data[name]) for name in ("pass_s", "row_s", "load_s", "key_s", "sparse_key_s")}
+        names = ("pass_s", "row_s", "load_s", "near_load_s", "key_s", "sparse_key_s")
+        numbers = {name: float(data[name]) for name in names}
         recorded_pass_s = None if recorded_pass_s is None else float(recorded_pass_s)
         return Costs(**numbers, recorded_pass_s=recorded_pass_s, loads_aside=bool(data["loads_aside"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):

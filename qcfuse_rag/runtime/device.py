@@ -8,6 +8,9 @@ kernels, recorded passes and page-locked memory, all of which ask for CUDA.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -33,3 +36,11 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def timed(device: torch.device, work: Callable[[], object]) -> float:
+    """Return the seconds that some work takes on the host and a device."""
+    started = time.perf_counter()
+    work()
+    finish(device)
+    return time.perf_counter() - started

@@ -207,7 +207,7 @@ def test_methods_run_with_their_guard(
 ) -> None:
     """A method whose guard refuses takes full prefill's time."""
     seams.measured_passes(monkeypatch, lambda *_: Costs(pass_s=0.5, row_s=row_s))
-    seams.measured_loading(monkeypatch, lambda *_: 1e-6)
+    seams.measured_loading(monkeypatch, lambda *_: (1e-6, 1e-6))
     methods = tuple(configurations(["auto"], [0.1])[1:])
     found = measure_speed(tiny, SpeedOptions((230,), methods, chunk=64, repeats=1, requests=()))
     full, auto = found["prefill"]

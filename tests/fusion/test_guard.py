@@ -1,7 +1,8 @@
-"""When not to fuse: never slower than full prefill, by prediction, and the same decision every time."""
+"""When not to fuse: never slower than full prefill, by prediction."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.guard import BreakEven, PrefillEstimate, predict_fused_s
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
-from qcfuse_rag.runtime.costs import Costs, measure_loading, measure_passes, read_costs
+from qcfuse_rag.runtime.costs import Costs, measure_passes, read_costs
+from qcfuse_rag.runtime.loading.load_time import measure_loading
 from qcfuse_rag.store.backends.base import EntryInfo, Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
@@ -234,27 +236,53 @@ def test_reports_name_the_prediction_for_what_was_done(engine: FusionEngine) -> 
     assert prefill(runner, prompt, replace(guarded(), guard=None)).report.predicted_s is None
 
 
-def test_loading_is_timed_from_the_tier_that_holds_everything(
+def test_loading_is_timed_from_disk_and_from_memory(
     llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = list[str]()
+    """Whatever is in memory at the moment; a passage that is not there is copied there first."""
+    opened, copied = list[str](), list[ChunkKV]()
     for kind in (MemoryStore, DiskStore):
         own = kind.open
         monkeypatch.setattr(kind, "open", lambda store, at, own=own: (opened.append(store.kind), own(store, at))[1])
+    copy_of = MemoryStore.copy_of
+    monkeypatch.setattr(MemoryStore, "copy_of", lambda store, chunk: (copied.append(chunk), copy_of(store, chunk))[1])
     with DiskStore(tmp_path) as far:
         make_engine(llama, far).warm(PASSAGES, bases=(FRAMED,))
-        near = MemoryStore()
-        store = TieredStore(near, far)
-        assert measure_loading(llama, store) is not None
-        assert set(opened) == {far.kind}, "memory is empty"
-        make_engine(llama, store).warm(PASSAGES, bases=(FRAMED,))
-        for entry in far.entries():
-            found = far.open(entry.address)
-            assert isinstance(found, tuple)
-            near.put(*found)
-        opened.clear()
-        assert measure_loading(llama, store) is not None
-        assert set(opened) == {near.kind}
+        alone = measure_loading(llama, far)
+        assert alone is not None
+        assert alone[0] == alone[1] > 0
+        store = TieredStore(MemoryStore(), far)
+        for _ in range(2):
+            opened.clear(), copied.clear()
+            found = measure_loading(llama, store)
+            assert found is not None
+            assert found[0] > found[1] > 0
+            assert set(opened) == {far.kind}
+            assert len(copied) == len(PASSAGES)
+            assert store.near.stats()[0].entries == 0, "copies are dropped"
+
+
+def test_passages_on_disk_are_copied_to_memory_where_fusing_pays_only_from_there(
+    llama: LanguageModel, tmp_path: Path
+) -> None:
+    """After a restart nothing is in memory. On a fast GPU a prompt could otherwise never be fused again."""
+    costs = replace(FAST, load_s=1.0, near_load_s=1e-9)
+    with DiskStore(tmp_path) as disk:
+        make_engine(llama, disk).warm(PASSAGES, bases=(FRAMED,))
+        with TieredStore(MemoryStore(), DiskStore(tmp_path)) as store:
+            engine = make_engine(llama, store)
+            runner, prompt = loading_first(llama, store, costs=lambda: costs), engine.prompt(QUESTION, PASSAGES)
+            first = prefill(runner, prompt, guarded()).report
+            assert "its passages are being copied to memory" in str(first.fallback)
+            assert first.rows == len(prompt)
+            deadline = time.monotonic() + 30
+            while estimate_prefill(llama, store, prompt, guarded()).far_keys and time.monotonic() < deadline:
+                time.sleep(0.01)
+            second = prefill(runner, prompt, guarded()).report
+            assert second.fallback is None
+            assert second.rows < len(prompt)
+            slow = loading_first(llama, store, costs=lambda: replace(costs, near_load_s=1.0))
+            assert "copied" not in str(prefill(slow, prompt, guarded()).report.fallback)
 
 
 def test_a_damaged_passage_is_left_out_of_the_timing(llama: LanguageModel) -> None:

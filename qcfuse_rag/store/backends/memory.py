@@ -95,7 +95,7 @@ class MemoryStore(KVStore):
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Store a copy of the chunk."""
-        copied = self._copied(to_store_format(chunk.with_ttl(self.ttl_s), self.numbers))
+        copied = self.copy_of(to_store_format(chunk.with_ttl(self.ttl_s), self.numbers))
         size = copied.nbytes
         usage = EntryUsage(size, float(chunk.n_tokens) if saved_ms is None else saved_ms, 1.0, time.time())
         with self._lock:
@@ -115,7 +115,7 @@ class MemoryStore(KVStore):
             self._entries[key.address] = MemoryEntry(key, copied, usage, pinned)
             self._size += size
 
-    def _copied(self, chunk: ChunkKV) -> ChunkKV:
+    def copy_of(self, chunk: ChunkKV) -> ChunkKV:
         """Copy a chunk to where this store keeps it; into ordinary memory if no more can be page-locked."""
         if self._pinned:
             try:
