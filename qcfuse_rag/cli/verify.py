@@ -43,6 +43,7 @@ def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:
         print_json({**verdict.to_dict(), "own_passages": len(texts), "saved": saved and str(saved)})
     else:
         _print_verdict(verdict, saved)
+        print_line(f"hidden answers were in prompts of {options.tokens:,} tokens; if yours are longer, use --tokens")
     return verdict.passed
 
 

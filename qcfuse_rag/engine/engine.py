@@ -78,6 +78,7 @@ class FusionEngine:
         self._system_prefixes = SystemPrefixes(lm, store)
         self.runner = ModelRunner(lm, store, load_limit_s=load_limit_s)
         self.prefixes = PrefixCache(prefix_bytes)
+        self.runner.free_memory = self.prefixes.clear
         self.profile: LayerProfile | None = None
         self.profile_ignored: str | None = None
         self.verdict: Verdict | None = None

@@ -219,7 +219,7 @@ class PrefixLease:
 
     @torch.inference_mode()
     def keep(self, prompt: Prompt, answer: Sequence[int], buffer: KVBuffer, exact_tokens: int) -> None:
-        """Keep the keys and values of the request, which writes to its buffer no more.
+        """Keep the keys and values of the request, which writes to its buffer no more; not if memory is short.
 
         Args:
             prompt: the prompt.
@@ -229,10 +229,13 @@ class PrefixLease:
         """
         ids = np.array([*prompt.ids, *answer], dtype=np.int64)
         if len(ids) < (1 - MAX_UNUSED) * buffer.capacity:
-            buffer = KVBuffer(
-                tuple(keys[:, :, : len(ids)].clone() for keys in buffer.keys),
-                tuple(values[:, :, : len(ids)].clone() for values in buffer.values),
-            )
+            try:
+                buffer = KVBuffer(
+                    tuple(keys[:, :, : len(ids)].clone() for keys in buffer.keys),
+                    tuple(values[:, :, : len(ids)].clone() for values in buffer.values),
+                )
+            except torch.OutOfMemoryError:
+                return
         passages = tuple((span.start, span.stop) for span in prompt.chunks)
         kept = KeptSequence(ids, KVBuffer(buffer.keys, buffer.values), exact_tokens, self.method, passages, len(prompt))
         self.cache.keep(kept, self.epoch)

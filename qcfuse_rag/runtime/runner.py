@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Callable
+
+import torch
 
 from qcfuse_rag.runtime.buffer import SPARE_BYTES, BufferPool, KVBuffer
 from qcfuse_rag.runtime.costs import MeasuredCosts
@@ -16,6 +20,8 @@ from qcfuse_rag.runtime.step_costs import MeasuredStepCosts
 from qcfuse_rag.store.backends.base import KVStore
 
 LOAD_LIMIT_S = 30.0
+
+LOG = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -38,6 +44,8 @@ class ModelRunner:
         costs: the measured costs of passes and loading, which a method's guard uses.
         step_costs: the measured costs of decode steps with further rows, which healing uses.
         pool: provides buffers in host memory, or None.
+        free_memory: called if a device has no memory for a request's buffer, which is then allocated again; None if
+            nothing can be freed.
         transfers: opens transfers of stored chunks to the model's device.
 
     Raises:
@@ -64,6 +72,7 @@ class ModelRunner:
         self.costs = MeasuredCosts(lm, store, self.prefills, self.transfers)
         self.step_costs = MeasuredStepCosts(lm, self.prefills, self.decodes)
         self.pool = BufferPool(spare_bytes) if spare_bytes else None
+        self.free_memory: Callable[[], None] | None = None
         kernels_available(lm.device, lm.dtype, lm.widest_head)
 
     def with_store(self, store: KVStore) -> ModelRunner:
@@ -79,8 +88,18 @@ class ModelRunner:
 
         Args:
             capacity: number of tokens of the prompt and its answer.
+
+        Raises:
+            torch.OutOfMemoryError: if the device has no memory for it.
         """
         lm = self.lm
+        try:
+            return KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device, pool=self.pool)
+        except torch.OutOfMemoryError:
+            if self.free_memory is None:
+                raise
+        LOG.warning("no memory for %d tokens on %s: kept prompts are dropped", capacity, lm.device)
+        self.free_memory()
         return KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device, pool=self.pool)
 
     def compile(self) -> None:

@@ -206,3 +206,40 @@ def test_memory_stays_under_the_limit_and_is_not_lost(llama: LanguageModel) -> N
         engine.generate(engine.prompt(f"Why {number}?", PASSAGES[: number % 4]), PARAMS)
         assert 0 < engine.prefixes.nbytes <= limit
     assert engine.runner.pool.spare_bytes < 40 * limit
+
+
+def test_kept_prompts_make_room_for_a_request_that_finds_no_memory(
+    keeping: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU they would otherwise fail a request that had memory without them."""
+    question = keeping.prompt(QUESTION, PASSAGES)
+    expected = keeping.generate(question, PARAMS, method=FULL_PREFILL).ids
+    assert len(keeping.prefixes) == 1
+    allocate, refused = KVBuffer.allocate, list[int]()
+
+    def full_until_freed(*args: object, **kwargs: object) -> KVBuffer:
+        if len(keeping.prefixes):
+            refused.append(1)
+            raise torch.OutOfMemoryError("no memory")
+        return allocate(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KVBuffer, "allocate", full_until_freed)
+    assert keeping.generate(question, PARAMS, method=FULL_PREFILL).ids == expected
+    assert refused == [1]
+    monkeypatch.setattr(KVBuffer, "allocate", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
+    with pytest.raises(torch.OutOfMemoryError):
+        keeping.generate(question, PARAMS, method=FULL_PREFILL)
+
+
+def test_an_answer_whose_keys_cannot_be_copied_is_not_kept(
+    keeping: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    lease = keeping.prefixes.lease(keeping.prompt(QUESTION), FULL_PREFILL)
+    buffer = keeping.runner.allocate(4096)
+    monkeypatch.setattr(torch.Tensor, "clone", no_memory)
+    lease.keep(keeping.prompt(QUESTION), [], buffer, 0)
+    monkeypatch.undo()
+    assert len(keeping.prefixes) == 0
