@@ -29,6 +29,7 @@ def estimate_prefill(
     """
     stored_tokens = near_tokens = inexact_tokens = absent = 0
     far_keys: list[ChunkKey] = []
+    nearest = store.tiers[0] if len(store.tiers) > 1 else None
     passages = [span for span in prompt.chunks if span.start >= start]
     for span in prompt.spans:
         if span.start < start:
@@ -36,15 +37,18 @@ def estimate_prefill(
         bases = {Role.HEAD: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
         exact = {base: base.exact_at(span.start, prompt.ids, prompt.prefix_ids) for base in bases}
         ids, exact_first = span.segment.stored_ids, sorted(bases, key=exact.__getitem__, reverse=True)
-        keys = ((base, base.key(lm.fingerprint, prompt.prefix_ids, ids)) for base in exact_first)
-        found, key = next(((base, key) for base, key in keys if key in store), (None, None))
-        absent += span.segment.role is Role.CHUNK and found is None
-        stored_tokens += 0 if found is None else len(span)
-        if key is not None and store.address(key) in store.tiers[0]:
+        keys = {base: base.key(lm.fingerprint, prompt.prefix_ids, ids) for base in exact_first}
+        near = {base for base, key in keys.items() if nearest is not None and store.address(key) in nearest}
+        found = next((base for base, key in keys.items() if base in near or key in store), None)
+        if found is None:
+            absent += span.segment.role is Role.CHUNK
+            continue
+        stored_tokens += len(span)
+        inexact_tokens += 0 if exact[found] else len(span)
+        if nearest is None or found in near:
             near_tokens += len(span)
-        elif key is not None:
-            far_keys.append(key)
-        inexact_tokens += 0 if found is None or exact[found] else len(span)
+        else:  # a lookup asks for the method's own base too, before another that is exact
+            far_keys += [key for base, key in keys.items() if base in {found, method.base} and base not in near]
     selected_tokens = method.budget.tokens(inexact_tokens) if method.budget is not None else 0
     context_end = max((span.stop for span in passages), default=start)
     depth = method.probe.depth(lm) if isinstance(method.probe, QuestionProbe) else lm.n_layers
@@ -58,6 +62,7 @@ def estimate_prefill(
         absent=absent,
         near_tokens=near_tokens,
         far_keys=tuple(far_keys),
+        held_tokens=start,
     )
 
 

@@ -25,7 +25,8 @@ class PrefillEstimate:
         passages: number of passages in the prompt.
         absent: number of passages that the store does not have.
         near_tokens: tokens of its segments that the store's nearest tier has.
-        far_keys: of the stored segments that only a farther tier has.
+        far_keys: keys of stored segments that only a farther tier has.
+        held_tokens: tokens before these, whose keys and values are there already.
     """
 
     prompt_tokens: int
@@ -37,6 +38,7 @@ class PrefillEstimate:
     absent: int = 0
     near_tokens: int = 0
     far_keys: tuple[ChunkKey, ...] = ()
+    held_tokens: int = 0
 
     @property
     def all_near(self) -> PrefillEstimate:
@@ -52,6 +54,8 @@ class PrefillEstimate:
 def predict_fused_s(estimate: PrefillEstimate, costs: Costs) -> float:
     """Predict the seconds of a fused prefill."""
     return costs.fused_s(
+        prompt_tokens=estimate.prompt_tokens,
+        held_tokens=estimate.held_tokens,
         stored_tokens=estimate.stored_tokens,
         near_tokens=estimate.near_tokens,
         probe_rows=estimate.probe_rows,
@@ -68,7 +72,7 @@ class Guard(Protocol):
 
         Args:
             estimate: the work of the fused prefill.
-            costs: measured once, so that the same prompt over the same store gets the same decision.
+            costs: measured once. The decision also depends on which of the passages the nearest tier has.
         """
         ...
 
@@ -92,7 +96,7 @@ class BreakEven:
 
     def refusal(self, estimate: PrefillEstimate, costs: Costs) -> str | None:
         """Compare the predicted times."""
-        full_s = costs.full_pass_s(estimate.prompt_tokens)
+        full_s = costs.full_pass_s(estimate.prompt_tokens, estimate.held_tokens)
         fused_s = predict_fused_s(estimate, costs)
         if fused_s < self.margin * full_s:
             return None

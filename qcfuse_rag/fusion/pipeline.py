@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.estimate import estimate_prefill
-from qcfuse_rag.fusion.guard import predict_fused_s
+from qcfuse_rag.fusion.guard import PrefillEstimate, predict_fused_s
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.prefix_cache import PrefixLease
 from qcfuse_rag.fusion.recompute import PartRows, Parts, complete, recompute
@@ -31,6 +32,8 @@ from qcfuse_rag.runtime.loading.wait_budget import WaitBudget, call_with_timeout
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.quantization import LOSSLESS
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,12 +165,24 @@ def _ask_guard(
     refusal = method.guard.refusal(estimate, costs)
     if refusal is None:
         return GuardDecision(None, predict_fused_s(estimate, costs))
-    if estimate.far_keys and method.guard.refusal(estimate.all_near, costs) is None:
-        runner.store.prefetch(estimate.far_keys)
-        refusal = f"{refusal}; its passages are being copied to memory"
+    if method.guard.refusal(estimate.all_near, costs) is None and _copy_near(runner, estimate):
+        refusal = f"{refusal}; the passages that are not in memory are being copied there"
     if estimate.absent:
         refusal = f"{refusal}; {estimate.absent} of {estimate.passages} passages are absent"
-    return GuardDecision(refusal, costs.full_pass_s(estimate.prompt_tokens))
+    return GuardDecision(refusal, costs.full_pass_s(estimate.prompt_tokens, estimate.held_tokens))
+
+
+def _copy_near(runner: ModelRunner, estimate: PrefillEstimate) -> bool:
+    """Start to copy stored segments to the nearest tier, for later prompts; return whether there are any that fit."""
+    limit_bytes, nbytes = runner.store.tiers[0].limit_bytes, estimate.stored_tokens * runner.lm.kv_bytes_per_token
+    if not estimate.far_keys or (limit_bytes is not None and nbytes > limit_bytes):
+        return False
+    try:
+        runner.store.prefetch(estimate.far_keys)
+    except Exception as error:  # no store may fail a request for the sake of later ones
+        LOG.warning("passages are not copied to memory: %s: %s", type(error).__name__, error)
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

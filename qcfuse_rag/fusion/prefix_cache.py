@@ -219,7 +219,7 @@ class PrefixLease:
 
     @torch.inference_mode()
     def keep(self, prompt: Prompt, answer: Sequence[int], buffer: KVBuffer, exact_tokens: int) -> None:
-        """Keep the keys and values of the request, which writes to its buffer no more; not if memory is short.
+        """Keep the keys and values of a finished request; nothing if the device has no memory for a copy.
 
         Args:
             prompt: the prompt.

@@ -25,7 +25,7 @@ from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
-from qcfuse_rag.runtime.loading.load_time import measure_loading
+from qcfuse_rag.runtime.loading.load_time import LoadTimes, measure_loading
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.regular_file import read_text
@@ -34,7 +34,7 @@ SIZES = {"cpu": (16, 16, 128), "cuda": (16, 1024, 4096, 8192)}
 """Rows of the timed passes, by device: a small pass, which mostly launches kernels and reads weights; passes whose
 differences are the cost of more rows and, on a GPU, of the keys that those rows see. On a GPU some hundred rows take as
 long as a few, hence the larger sizes."""
-KEYS_ROWS = 512
+ATTENTION_ROWS = 512
 """Rows that are timed on a GPU behind few keys and behind many."""
 
 
@@ -42,8 +42,9 @@ KEYS_ROWS = 512
 class Costs:
     """Costs in seconds that predict a prefill.
 
-    A pass over a whole prompt of `T` tokens takes `pass_s + T row_s + T² / 2 key_s`; a pass over `R` of its rows takes
-    `recorded_pass_s + R row_s + R K sparse_key_s`, where each row sees `K` keys.
+    A pass over a whole prompt of `T` tokens takes `pass_s + T row_s + T² / 2 attended_key_s`. A pass over `R` of its
+    rows takes `recorded_pass_s + R row_s + R K sparse_attended_key_s`, where a row sees `K` keys; without recordings it
+    begins with `pass_s`.
 
     Attributes:
         pass_s: the fixed cost of a pass.
@@ -52,9 +53,10 @@ class Costs:
         near_load_s: the same of a token that the nearest tier has; None if it is `load_s`.
         recorded_pass_s: the fixed cost of a pass over some rows of a prompt if such passes are recorded as CUDA
             graphs; else None.
-        key_s: the cost of each key that a row of a whole prompt attends to. Measured on GPUs only: on a CPU a pass that
-            is long enough takes many seconds. There full prefill of a long prompt takes longer than predicted.
-        sparse_key_s: the same of a pass over some rows of a prompt.
+        attended_key_s: the cost of each key that a row of a whole prompt attends to. It is measured on GPUs only: on a
+            CPU a pass that is long enough takes many seconds. There full prefill of a long prompt takes longer than
+            predicted.
+        sparse_attended_key_s: the same of a pass over some rows of a prompt.
         loads_aside: whether loading takes no time from passes: on a GPU a link copies while the device computes. On a
             CPU the thread that computes also places what was read.
         overhead_s: the fixed cost of a fused prefill besides its passes: lookups, starting to load, scoring.
@@ -65,16 +67,16 @@ class Costs:
     load_s: float = 0.0
     near_load_s: float | None = None
     recorded_pass_s: float | None = None
-    key_s: float = 0.0
-    sparse_key_s: float = 0.0
+    attended_key_s: float = 0.0
+    sparse_attended_key_s: float = 0.0
     loads_aside: bool = False
     overhead_s: float = 0.0
 
-    def full_pass_s(self, rows: int) -> float:
-        """Predict the seconds of a pass over a whole prompt."""
-        return self.pass_s + rows * self.row_s + rows**2 / 2 * self.key_s if rows else 0.0
+    def full_pass_s(self, rows: int, held: int = 0) -> float:
+        """Predict the seconds of a pass over a whole prompt, behind so many tokens whose keys and values are held."""
+        return self.pass_s + rows * (self.row_s + (held + rows / 2) * self.attended_key_s) if rows else 0.0
 
-    def partial_pass_s(self, rows: int, keys: int = 0, share: float = 1.0) -> float:
+    def partial_pass_s(self, rows: int, keys: float = 0, share: float = 1.0) -> float:
         """Predict the seconds of a pass over some rows of a prompt.
 
         Args:
@@ -83,28 +85,41 @@ class Costs:
             share: share of the layers that the pass runs through.
         """
         pass_s = self.pass_s if self.recorded_pass_s is None else self.recorded_pass_s
-        return share * (pass_s + rows * (self.row_s + keys * self.sparse_key_s)) if rows else 0.0
+        return share * (pass_s + rows * (self.row_s + keys * self.sparse_attended_key_s)) if rows else 0.0
 
     def fused_s(
-        self, *, stored_tokens: int, near_tokens: int = 0, probe_rows: int, probe_share: float, rows: int
+        self,
+        *,
+        prompt_tokens: int,
+        held_tokens: int,
+        stored_tokens: int,
+        near_tokens: int,
+        probe_rows: int,
+        probe_share: float,
+        rows: int,
     ) -> float:
         """Predict the seconds of a fused prefill.
 
         Args:
-            stored_tokens: tokens to load. The probe's rows see them all, and recomputed rows, which are spread over the
-                prompt, half of them.
-            near_tokens: those of them that the nearest tier has.
+            prompt_tokens: tokens of the prompt. The probe's rows see them all, and recomputed rows, which are spread
+                over the prompt, half of them.
+            held_tokens: tokens before them, whose keys and values are held already; all rows see them.
+            stored_tokens: tokens to load.
+            near_tokens: tokens to load that the nearest tier has. The others are copied there first.
             probe_rows: rows that a probe computes before rows are chosen; 0 without a probe.
             probe_share: share of the layers that it runs.
             rows: rows to recompute.
         """
         near_load_s = self.load_s if self.near_load_s is None else self.near_load_s
-        load_s = (stored_tokens - near_tokens) * self.load_s + near_tokens * near_load_s
-        probe_s = self.partial_pass_s(probe_rows, stored_tokens, probe_share)
-        rows_s = self.partial_pass_s(rows, stored_tokens // 2)
+        before_s = self.overhead_s + (stored_tokens - near_tokens) * (self.load_s - near_load_s)
+        load_s, probe_s = (
+            stored_tokens * near_load_s,
+            self.partial_pass_s(probe_rows, held_tokens + prompt_tokens, probe_share),
+        )
+        rows_s = self.partial_pass_s(rows, held_tokens + prompt_tokens / 2)
         if not self.loads_aside:
-            return self.overhead_s + load_s + probe_s + rows_s
-        return self.overhead_s + (max(load_s, probe_s) + rows_s if probe_rows else max(load_s, rows_s))
+            return before_s + load_s + probe_s + rows_s
+        return before_s + (max(load_s, probe_s) + rows_s if probe_rows else max(load_s, rows_s))
 
 
 class MeasuredCosts:
@@ -147,12 +162,16 @@ class MeasuredCosts:
             if recorded != self._recorded:
                 self._costs, self._recorded = None, recorded
             if self._costs is None or not self._costs.load_s:
-                path = None if self._store.folder is None else costs_path(self._store.folder, self._lm, recorded)
+                path = (
+                    None
+                    if self._store.folder is None
+                    else costs_path(self._store.folder, self._lm, self._store, recorded)
+                )
                 self._costs = (path and read_costs(path)) or self._costs or measure_passes(self._lm, self._passes)
                 if not self._costs.load_s:
-                    load_s, near_s = measure_loading(self._lm, self._store, self._transfers) or (0.0, 0.0)
+                    times = measure_loading(self._lm, self._store, self._transfers) or LoadTimes(0.0, 0.0)
                     aside = self._transfers.open() is not None
-                    self._costs = replace(self._costs, load_s=load_s, near_load_s=near_s, loads_aside=aside)
+                    self._costs = replace(self._costs, load_s=times.far_s, near_load_s=times.near_s, loads_aside=aside)
                     if path is not None and self._costs.load_s:
                         save_costs(self._costs, path)
                         self._costs = read_costs(path) or self._costs  # another process may have saved its own first
@@ -178,23 +197,29 @@ def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None, *, sa
     small_s, medium_s = seconds(small), seconds(medium)
     large_s = seconds(large) if large > medium else medium_s
     row_s = max(large_s - medium_s, 1e-9) / max(1, large - medium)
-    key_s = sparse_key_s = 0.0
-    if longest > large > medium:
-        with suppress(torch.OutOfMemoryError):  # a parabola through three points, not bent more than they can tell
-            bend = (max(seconds(longest) - large_s, 0.0) / (longest - large) - row_s) / (longest - medium)
-            key_s = min(max(0.0, 2 * bend), row_s / large)
-            row_s -= key_s / 2 * (large + medium)
-    recorded_pass_s = None
-    if passes is not None and passes.refusal is None:
-        run, replayed = _PartialPrefill(lm, passes), passes.replayed
+    attended_key_s = sparse_attended_key_s = 0.0
+    if longest >= 1.5 * large > large > medium:
+        with suppress(torch.OutOfMemoryError):
+            # `a + b T + c T²` through three sizes; the limit keeps `b`, the time of a row, positive.
+            curvature = (max(seconds(longest) - large_s, 0.0) / (longest - large) - row_s) / (longest - medium)
+            attended_key_s = min(max(0.0, 2 * curvature), row_s / large)
+            row_s -= attended_key_s / 2 * (large + medium)
+    recorded_pass_s, run = None, None if passes is None else _PartialPrefill(lm, passes)
+    if passes is not None and run is not None and passes.refusal is None:
+        replayed = passes.replayed
         partial_s = run.seconds(small, small + 1, samples + 1)
         if passes.replayed > replayed:  # otherwise other requests used the recorded passes all the time
             recorded_pass_s = max(0.0, partial_s - small * row_s)
-        if key_s:
-            more_s = run.seconds(KEYS_ROWS, longest, samples) - run.seconds(KEYS_ROWS, medium, samples)
-            sparse_key_s = max(0.0, more_s) / KEYS_ROWS / (longest - medium)
+    if run is not None and attended_key_s:
+        sparse_attended_key_s = run.attended_key_s(medium, longest, samples)
     pass_s = max(0.0, small_s - small * row_s)
-    return Costs(pass_s, row_s, recorded_pass_s=recorded_pass_s, key_s=key_s, sparse_key_s=sparse_key_s)
+    return Costs(
+        pass_s,
+        row_s,
+        recorded_pass_s=recorded_pass_s,
+        attended_key_s=attended_key_s,
+        sparse_attended_key_s=sparse_attended_key_s,
+    )
 
 
 def prefill_once(lm: LanguageModel, tokens: int) -> None:
@@ -222,18 +247,33 @@ class _PartialPrefill:
         finish(lm.device)
         return min(timed(lm.device, partial(self.passes.forward_rows, ids, plan, buffer)) for _ in range(samples))
 
+    def attended_key_s(self, few: int, many: int, samples: int) -> float:
+        """Return the seconds of each key that a row attends to, from passes behind few keys and behind many.
 
-def costs_path(folder: Path, lm: LanguageModel, recorded: bool = False) -> Path:
+        It is 0 if the device has no memory for many keys, or if another request used the recorded passes meanwhile.
+        """
+        replayed = self.passes.replayed
+        try:
+            more_s = self.seconds(ATTENTION_ROWS, many, samples) - self.seconds(ATTENTION_ROWS, few, samples)
+        except torch.OutOfMemoryError:
+            return 0.0
+        if self.passes.replayed - replayed not in (0, 2 * samples):
+            return 0.0
+        return max(0.0, more_s) / ATTENTION_ROWS / (many - few)
+
+
+def costs_path(folder: Path, lm: LanguageModel, store: KVStore, recorded: bool = False) -> Path:
     """Return the file of a model's costs on this machine; deleting it makes the next process measure again.
 
     Args:
         folder: the store's folder.
         lm: the model.
+        store: the store; its tiers and its format count.
         recorded: whether passes are recorded.
     """
     device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else platform.machine()
     machine = f"{lm.fingerprint.digest} {device} {os.cpu_count()} {torch.get_num_threads()}"
-    machine += " recorded" if recorded else ""
+    machine += f" {store.numbers} {' '.join(tier.kind for tier in store.tiers)}{' recorded' if recorded else ''}"
     return folder / f"costs-{digest(machine.encode())}.json"
 
 
@@ -242,7 +282,7 @@ def read_costs(path: Path) -> Costs | None:
     try:
         data = json.loads(read_text(path))
         recorded_pass_s = data.get("recorded_pass_s")
-        names = ("pass_s", "row_s", "load_s", "near_load_s", "key_s", "sparse_key_s")
+        names = ("pass_s", "row_s", "load_s", "near_load_s", "attended_key_s", "sparse_attended_key_s")
         numbers = {name: float(data[name]) for name in names}
         recorded_pass_s = None if recorded_pass_s is None else float(recorded_pass_s)
         return Costs(**numbers, recorded_pass_s=recorded_pass_s, loads_aside=bool(data["loads_aside"]))

@@ -36,6 +36,7 @@ from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.models.weight_formats import HeldFormat, round_weights
 from qcfuse_rag.runtime.costs import Costs
 from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.loading.load_time import LoadTimes
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.testing import example_chunk, example_key
@@ -207,7 +208,7 @@ def test_methods_run_with_their_guard(
 ) -> None:
     """A method whose guard refuses takes full prefill's time."""
     seams.measured_passes(monkeypatch, lambda *_: Costs(pass_s=0.5, row_s=row_s))
-    seams.measured_loading(monkeypatch, lambda *_: (1e-6, 1e-6))
+    seams.measured_loading(monkeypatch, lambda *_: LoadTimes(1e-6, 1e-6))
     methods = tuple(configurations(["auto"], [0.1])[1:])
     found = measure_speed(tiny, SpeedOptions((230,), methods, chunk=64, repeats=1, requests=()))
     full, auto = found["prefill"]

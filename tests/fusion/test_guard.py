@@ -18,7 +18,7 @@ from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.guard import BreakEven, PrefillEstimate, predict_fused_s
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
-from qcfuse_rag.runtime.costs import Costs, measure_passes, read_costs
+from qcfuse_rag.runtime.costs import Costs, costs_path, measure_passes, read_costs
 from qcfuse_rag.runtime.loading.load_time import measure_loading
 from qcfuse_rag.store.backends.base import EntryInfo, Miss
 from qcfuse_rag.store.chunk import ChunkKV
@@ -169,20 +169,36 @@ def test_on_a_gpu_full_prefill_also_takes_a_time_for_every_key(
     seams.timed_sizes(monkeypatch, {"cpu": (16, 64, 128, 256)})
     seams.passes_take(monkeypatch, lambda rows: 0.5 + 0.002 * rows + 1e-6 * rows**2)
     costs = measure_passes(llama)
-    assert (costs.row_s, costs.key_s) == (pytest.approx(0.002), pytest.approx(2e-6))
+    assert (costs.row_s, costs.attended_key_s) == (pytest.approx(0.002), pytest.approx(2e-6))
     assert costs.full_pass_s(2000) == pytest.approx(0.5 + 4 + 4, rel=0.01)
     seams.passes_take(monkeypatch, lambda rows: 0.5 + 0.002 * rows - 1e-6 * rows**2)
-    assert measure_passes(llama).key_s == 0, "a disturbed measurement does not make long prompts free"
+    assert measure_passes(llama).attended_key_s == 0, "a disturbed measurement does not make long prompts free"
 
 
 def test_some_rows_of_a_long_prompt_take_a_time_for_every_key() -> None:
-    costs = Costs(pass_s=1.0, row_s=1e-5, recorded_pass_s=0.01, sparse_key_s=1e-9)
+    costs = Costs(pass_s=1.0, row_s=1e-5, recorded_pass_s=0.01, sparse_attended_key_s=1e-9)
     assert costs.partial_pass_s(500, 10_000) == pytest.approx(costs.partial_pass_s(500) + 0.005)
     ahead = PrefillEstimate(11_000, stored_tokens=10_000, selected_tokens=500, probe_rows=0, probe_share=1.0)
-    rows_s = costs.partial_pass_s(1500, 5000)
+    rows_s = costs.partial_pass_s(1500, 5500)
     assert predict_fused_s(ahead, costs) == pytest.approx(rows_s), "rows spread over a prompt see half of it"
-    probe_s = costs.partial_pass_s(64, 10_000)
+    probe_s = costs.partial_pass_s(64, 11_000)
     assert predict_fused_s(replace(ahead, probe_rows=64), costs) == pytest.approx(probe_s + rows_s)
+
+
+def test_all_rows_attend_to_what_an_earlier_request_has_computed() -> None:
+    costs = Costs(pass_s=1.0, row_s=1e-5, recorded_pass_s=0.01, attended_key_s=2e-9, sparse_attended_key_s=1e-9)
+    assert costs.full_pass_s(1000, held=9000) == pytest.approx(costs.full_pass_s(1000) + 1000 * 9000 * 2e-9)
+    ahead = PrefillEstimate(1000, stored_tokens=900, selected_tokens=45, probe_rows=30, probe_share=1.0)
+    later_s = predict_fused_s(replace(ahead, held_tokens=9000), costs)
+    assert later_s == pytest.approx(predict_fused_s(ahead, costs) + (30 + 145) * 9000 * 1e-9)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_tokens_on_disk_are_copied_to_memory_before_anything_is_computed(aside: bool) -> None:
+    costs = Costs(pass_s=0.1, row_s=1e-4, load_s=5e-5, near_load_s=1e-6, loads_aside=aside)
+    near = replace(LONG, near_tokens=LONG.stored_tokens)
+    copied_s = predict_fused_s(replace(near, near_tokens=950), costs) - predict_fused_s(near, costs)
+    assert copied_s == pytest.approx(1000 * 4.9e-5)
 
 
 def test_recorded_passes_are_predicted_by_what_they_take() -> None:
@@ -250,13 +266,13 @@ def test_loading_is_timed_from_disk_and_from_memory(
         make_engine(llama, far).warm(PASSAGES, bases=(FRAMED,))
         alone = measure_loading(llama, far)
         assert alone is not None
-        assert alone[0] == alone[1] > 0
+        assert alone.far_s == alone.near_s > 0
         store = TieredStore(MemoryStore(), far)
         for _ in range(2):
             opened.clear(), copied.clear()
             found = measure_loading(llama, store)
             assert found is not None
-            assert found[0] > found[1] > 0
+            assert found.far_s > found.near_s > 0
             assert set(opened) == {far.kind}
             assert len(copied) == len(PASSAGES)
             assert store.near.stats()[0].entries == 0, "copies are dropped"
@@ -273,7 +289,7 @@ def test_passages_on_disk_are_copied_to_memory_where_fusing_pays_only_from_there
             engine = make_engine(llama, store)
             runner, prompt = loading_first(llama, store, costs=lambda: costs), engine.prompt(QUESTION, PASSAGES)
             first = prefill(runner, prompt, guarded()).report
-            assert "its passages are being copied to memory" in str(first.fallback)
+            assert "are being copied there" in str(first.fallback)
             assert first.rows == len(prompt)
             deadline = time.monotonic() + 30
             while estimate_prefill(llama, store, prompt, guarded()).far_keys and time.monotonic() < deadline:
@@ -283,6 +299,41 @@ def test_passages_on_disk_are_copied_to_memory_where_fusing_pays_only_from_there
             assert second.rows < len(prompt)
             slow = loading_first(llama, store, costs=lambda: replace(costs, near_load_s=1.0))
             assert "copied" not in str(prefill(slow, prompt, guarded()).report.fallback)
+
+
+def test_passages_that_do_not_fit_in_memory_are_not_copied_there(llama: LanguageModel, tmp_path: Path) -> None:
+    """They would push each other out at every request."""
+    costs = replace(FAST, load_s=1.0, near_load_s=1e-9)
+    with DiskStore(tmp_path) as disk, TieredStore(MemoryStore(1 << 10), disk) as store:
+        make_engine(llama, disk).warm(PASSAGES, bases=(FRAMED,))
+        engine = make_engine(llama, store)
+        runner = loading_first(llama, store, costs=lambda: costs)
+        report = prefill(runner, engine.prompt(QUESTION, PASSAGES), guarded()).report
+        assert str(report.fallback).startswith("computed in full")
+        assert "copied" not in str(report.fallback)
+
+
+def test_a_store_that_cannot_copy_fails_no_request(llama: LanguageModel, tmp_path: Path) -> None:
+    class Refusing(TieredStore):
+        def prefetch(self, keys: object) -> None:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+
+    costs = replace(FAST, load_s=1.0, near_load_s=1e-9)
+    with DiskStore(tmp_path) as disk, Refusing(MemoryStore(), disk) as store:
+        make_engine(llama, disk).warm(PASSAGES, bases=(FRAMED,))
+        engine = make_engine(llama, store)
+        runner = loading_first(llama, store, costs=lambda: costs)
+        report = prefill(runner, engine.prompt(QUESTION, PASSAGES), guarded()).report
+        assert report.rows == report.prompt_tokens
+        assert "copied" not in str(report.fallback)
+
+
+def test_costs_of_a_store_with_a_tier_in_memory_are_not_those_of_its_disk_alone(
+    llama: LanguageModel, tmp_path: Path
+) -> None:
+    with DiskStore(tmp_path) as disk, TieredStore(MemoryStore(), DiskStore(tmp_path)) as tiered:
+        paths = {costs_path(tmp_path, llama, store) for store in (disk, tiered)}
+    assert len(paths) == 2
 
 
 def test_a_damaged_passage_is_left_out_of_the_timing(llama: LanguageModel) -> None:

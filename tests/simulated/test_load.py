@@ -20,6 +20,7 @@ from qcfuse_rag.runtime.costs import Costs
 from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
+from qcfuse_rag.runtime.loading.load_time import LoadTimes
 from qcfuse_rag.runtime.loading.source import LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.store.chunk import ChunkKV
@@ -128,7 +129,7 @@ def test_compiling_measures_the_overhead_of_a_fused_prefill(
     monkeypatch.setattr(first_passes, "MANY", 3)  # the interpreter is slow
     monkeypatch.setattr(first_passes, "TOKENS", 8)
     seams.measured_passes(monkeypatch, lambda *_: Costs(pass_s=1e-9, row_s=1e-12, recorded_pass_s=1e-9))
-    seams.measured_loading(monkeypatch, lambda *_: (1e-12, 1e-12))
+    seams.measured_loading(monkeypatch, lambda *_: LoadTimes(1e-3, 1e-3))
     engine = make_engine(
         LanguageModel.wrap(moved(build_model("llama", num_hidden_layers=1), device), tokenizer), MemoryStore()
     )

@@ -1,4 +1,4 @@
-"""A view of a model whose norms, rotations, gates and joint projections are a kernel each, for recorded passes.
+"""A view of a model whose norms, rotations, gates and products of a few rows are a kernel each, for recorded passes.
 
 Nothing of the model is changed: the view shares its weights, see `decoder_view`, and what is put in a module's place
 was compared with it on random numbers before. What is not known, or comes out otherwise, stays the model's own.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qcfuse_rag.runtime.fused_layers.joint_projection import OUTPUT, PROJECTIONS, joint_projections
+from qcfuse_rag.runtime.fused_layers.few_row_products import OUTPUT, PROJECTIONS, few_row_products
 from qcfuse_rag.runtime.fused_layers.likeness import same
 from qcfuse_rag.runtime.model_views import ModuleProxy
 
@@ -71,12 +71,12 @@ class FusedNorm(ModuleProxy):
 
 
 class FusedGate(ModuleProxy):
-    """A gated feed-forward network whose gate is one kernel, of a few rows together with the products before it.
+    """A gated feed-forward network whose gate is one kernel, with kernels for the products of a few rows.
 
     Args:
         inner: the model's own.
         activation: see `pointwise.ACTIVATIONS`.
-        few: whether to compute the products of a few rows too.
+        few: whether to compute products of a few rows here.
     """
 
     def __init__(self, inner: nn.Module, activation: str, *, few: bool) -> None:
@@ -194,7 +194,7 @@ class _FusedViewBuilder:
         linears = [part for part in own if isinstance(part, nn.Linear) and is_product(part)]
         if len(linears) < len(names) or len({linear.bias is None for linear in linears}) > 1:
             return {}
-        views, rows = joint_projections(linears), self._random(1, FEW, linears[0].in_features)
+        views, rows = few_row_products(linears), self._random(1, FEW, linears[0].in_features)
         if not takes(rows, [linear.weight for linear in linears]) or not same(
             lambda x: tuple(part(x) for part in linears), lambda x: tuple(part(x) for part in views), rows
         ):

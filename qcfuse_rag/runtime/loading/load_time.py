@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from statistics import median
 from typing import TYPE_CHECKING
@@ -29,38 +30,46 @@ LOADS, PASSAGES_PER_LOAD = 3, 4
 """Loads that are timed, and passages of each if the store has so many; the median of the loads counts."""
 
 
-@torch.inference_mode()
-def measure_loading(
-    lm: LanguageModel, store: KVStore, transfers: TransferOpener | None = None
-) -> tuple[float, float] | None:
-    """Return the median seconds of loading a token that is not in the nearest tier, and of one that is.
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """Seconds of loading a token.
 
-    Passages are loaded as a request loads them, some at a time. Those that are not in a tier in memory are copied there
-    first, as `TieredStore` does; here the copies are dropped afterwards. They come from the farthest tier on this
-    machine; a remote is not asked for its entries. An error of the store is no error here.
+    Attributes:
+        far_s: of a token that the nearest tier does not have.
+        near_s: of a token that it has; the same if there is only one tier.
+    """
+
+    far_s: float
+    near_s: float
+
+
+@torch.inference_mode()
+def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener | None = None) -> LoadTimes | None:
+    """Return the median times of loading a token; None if no passage can be read.
+
+    Passages are loaded as a request loads them, some at a time. If there is a tier in memory, they are copied as it
+    copies them, and then loaded; the copies are dropped afterwards. They come from the farthest tier on this machine. A
+    remote is not asked for its entries, so a token that only a remote has counts as one of that tier. An error of the
+    store is no error here.
 
     Args:
         lm: the model.
-        store: the store, which is not changed.
+        store: the store, whose entries stay as they are.
         transfers: opens the transfers by which requests load.
-
-    Returns:
-        Both times, equal if there is only one tier; None if no passage can be read.
     """
     transfers = transfers or TransferOpener(lm)
     nearest = store.tiers[0] if len(store.tiers) > 1 else None
     memory = nearest if isinstance(nearest, MemoryStore) else None
     try:
-        chunks = _stored_chunks(lm, store if store.prefix else _farthest_tier(store))
+        chunks = _stored_chunks(lm, _farthest_tier(store), store.prefix)
         size = max(1, len(chunks) // LOADS)
         loads = [chunks[start : start + size] for start in range(0, len(chunks), size)][:LOADS]
         times = [found for load in loads if (found := _load_once(lm, load, transfers.open(), memory)) is not None]
-    except (QCFuseError, RuntimeError, KeyError, *INDEX_FAILURES):
+    except (QCFuseError, RuntimeError, KeyError, ValueError, *INDEX_FAILURES):
         return None
     if not times:
         return None
-    far_s, near_s = (median(column) for column in zip(*times, strict=True))
-    return far_s, near_s
+    return LoadTimes(median(load.far_s for load in times), median(load.near_s for load in times))
 
 
 def _farthest_tier(store: KVStore) -> KVStore:
@@ -68,8 +77,8 @@ def _farthest_tier(store: KVStore) -> KVStore:
     return next((tier for tier in reversed(store.tiers) if tier.folder is not None), store.tiers[0])
 
 
-def _stored_chunks(lm: LanguageModel, store: KVStore) -> list[ChunkKV]:
-    """Return some stored passages of the model; where there are none, what is stored blind.
+def _stored_chunks(lm: LanguageModel, store: KVStore, prefix: str) -> list[ChunkKV]:
+    """Return some stored passages of the model and of one tenant; where there are none, what is stored blind.
 
     A system prefix is stored blind. It is often short, so it does not count beside passages. Captured entries are left
     out because no request loads them.
@@ -77,7 +86,7 @@ def _stored_chunks(lm: LanguageModel, store: KVStore) -> list[ChunkKV]:
 
     def read(bases: Collection[str]) -> Iterator[ChunkKV]:
         for entry in store.entries():
-            opened = store.open(entry.address)
+            opened = store.open(entry.address) if entry.address.startswith(prefix) else None
             if isinstance(opened, tuple):
                 key, chunk = opened
                 if key.fingerprint == lm.fingerprint and key.base.split("+")[0] in bases:
@@ -89,14 +98,11 @@ def _stored_chunks(lm: LanguageModel, store: KVStore) -> list[ChunkKV]:
 
 def _load_once(
     lm: LanguageModel, chunks: Sequence[ChunkKV], transfer: HostToDevice | None, memory: MemoryStore | None
-) -> tuple[float, float] | None:
+) -> LoadTimes | None:
     """Return the seconds per token of loading passages one behind the other; None if none can be read.
 
     Each is read once: what the operating system has cached is read as fast as it will be the next time. Those that
     cannot be read are left out, and the others loaded again.
-
-    Returns:
-        With what copying them to a tier in memory takes, and without.
     """
     ends = list(accumulate(chunk.n_tokens for chunk in chunks))
     starts = [0, *ends[:-1]]
@@ -108,7 +114,9 @@ def _load_once(
         for place, (start, chunk) in enumerate(zip(starts, chunks, strict=True)):
             try:
                 near[place] = memory.copy_of(chunk)
-            except (CorruptEntry, OSError) as error:
+            except torch.OutOfMemoryError:
+                return  # the others are loaded from where they are
+            except (CorruptEntry, OSError, ValueError) as error:
                 raise LateMissError({start: Miss(str(error))}) from error
 
     def load() -> None:
@@ -125,4 +133,4 @@ def _load_once(
     except LateMissError as late:
         readable = [chunk for start, chunk in zip(starts, chunks, strict=True) if start not in late.misses]
         return _load_once(lm, readable, transfer, memory) if readable else None
-    return (copy_s + load_s) / ends[-1], load_s / ends[-1]
+    return LoadTimes((copy_s + load_s) / ends[-1], load_s / ends[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -46,6 +47,8 @@ class TieredStore(KVStore):
         self._near_suffices, self._far_failures = near_suffices, list[str]()
         self._queue = WriteBehind(far, write_behind_bytes) if write_behind_bytes else None
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qcfuse-prefetch")
+        self._prefetching: set[str] = set()
+        self._lock = threading.Lock()
 
     @property
     def tiers(self) -> list[KVStore]:
@@ -155,10 +158,24 @@ class TieredStore(KVStore):
         return [*self.near.health(), *self.far.health()]
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
-        """Copy entries from the far to the near tier on the store's own thread."""
+        """Copy entries from the far to the near tier on the store's own thread; each only once at a time."""
         for key in keys:
+            if key in self.near:
+                self.near.prefetch([key])
+                continue
+            with self._lock:
+                if key.address in self._prefetching:
+                    continue
+                self._prefetching.add(key.address)
+            self._reader.submit(self._prefetch, key)
+
+    def _prefetch(self, key: ChunkKey) -> None:
+        try:
             if key not in self.near:
-                self._reader.submit(self._promote, key)
+                self._promote(key)
+        finally:
+            with self._lock:
+                self._prefetching.discard(key.address)
 
     def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:
         """Keep entries in the near tier until they were used, and start copying those that are not there."""

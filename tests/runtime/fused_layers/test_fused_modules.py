@@ -17,8 +17,8 @@ from tests.support.recorders import DEVICE
 
 pytest.importorskip("triton")
 
+from qcfuse_rag.runtime.fused_layers.few_row_products import FewRowProduct
 from qcfuse_rag.runtime.fused_layers.fused_modules import FusedGate, FusedNorm, fused_view, fused_view_first
-from qcfuse_rag.runtime.fused_layers.joint_projection import JointPart
 
 IDS = torch.tensor([[5, 9, 200, 3, 77]], device=DEVICE)
 LAYERS = 4
@@ -58,11 +58,11 @@ def expected_products(family: str, dtype: torch.dtype) -> dict[str, int]:
 
 def replaced(view: nn.Module) -> dict[str, int]:
     """Return how many modules of each kind are another's stand-in."""
-    kinds = {FusedNorm: "norms", FusedGate: "gates", JointPart: "projections"}
+    kinds = {FusedNorm: "norms", FusedGate: "gates", FewRowProduct: "projections"}
     stand_ins = {
         name: part
         for name, part in view.named_modules()
-        if isinstance(part, JointPart) or type(part).__name__.startswith("Fused")
+        if isinstance(part, FewRowProduct) or type(part).__name__.startswith("Fused")
     }
     names = Counter(
         "outputs" if name.endswith("o_proj") else kinds.get(type(part), "rotations") for name, part in stand_ins.items()

@@ -10,7 +10,7 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from qcfuse_rag.runtime.fused_layers import skinny_products
-from qcfuse_rag.runtime.fused_layers.joint_projection import joint_projections
+from qcfuse_rag.runtime.fused_layers.few_row_products import few_row_products
 from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS
 from qcfuse_rag.runtime.fused_layers.skinny_products import MAX_ROWS, gate_projected, projected, takes
 from tests.support.recorders import DEVICE
@@ -83,7 +83,7 @@ def test_projections_of_the_same_rows_are_one_launch(monkeypatch: pytest.MonkeyP
         return projected(x, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(skinny_products, "projected", counted)
-    parts = joint_projections(linears)
+    parts = few_row_products(linears)
     first, second, many = (torch.randn(n, 72, device=DEVICE).to(HERE) for n in (3, 3, MAX_ROWS + 1))
     for rows in (first, second, first):
         for part, own in zip(parts, linears, strict=True):

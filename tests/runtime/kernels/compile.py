@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -27,8 +28,9 @@ from triton.runtime.jit import JITFunction
 
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.fused_layers import skinny_products
 from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS, Norm, gated, normalized, rotated
-from qcfuse_rag.runtime.fused_layers.skinny_products import MAX_ROWS, gate_projected, projected
+from qcfuse_rag.runtime.fused_layers.skinny_products import DEPTH, MAX_ROWS, gate_projected, projected
 from qcfuse_rag.runtime.kernels.context_score import context_scores
 from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, large_tile_fits
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks
@@ -114,7 +116,9 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
             weight = torch.zeros(96, 256, dtype=dtype)
             for n_rows in (1, MAX_ROWS):
                 few = torch.zeros(n_rows, 256, dtype=dtype)
-                yield name, dim, partial(projected, few, [weight] * 3, [weight[:, 0].contiguous()] * 3)
+                for depth in (DEPTH, 2 * DEPTH) if architecture in LARGE_TILE_ARCHITECTURES else (DEPTH,):
+                    multiply = mock.patch.object(skinny_products, "_depth", lambda *_, depth=depth: depth)(projected)
+                    yield name, dim, partial(multiply, few, [weight] * 3, [weight[:, 0].contiguous()] * 3)
                 yield name, dim, partial(gate_projected, few, weight, weight, ACTIVATIONS[0])
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
         formats = (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8")

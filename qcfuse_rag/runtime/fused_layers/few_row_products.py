@@ -13,7 +13,7 @@ PROJECTIONS, OUTPUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 """Names of the parts in transformers' models."""
 
 
-class JointProjection:
+class FewRowProducts:
     """Multiplies the same rows with several weights when the first of them is asked for its product.
 
     Args:
@@ -40,7 +40,7 @@ class JointProjection:
         return last[1][index]
 
 
-class JointPart(ModuleProxy):
+class FewRowProduct(ModuleProxy):
     """A matrix product that is computed together with others.
 
     Args:
@@ -49,7 +49,7 @@ class JointPart(ModuleProxy):
         index: which it is.
     """
 
-    def __init__(self, inner: nn.Module, joint: JointProjection, index: int) -> None:
+    def __init__(self, inner: nn.Module, joint: FewRowProducts, index: int) -> None:
         super().__init__(inner)
         self._joint, self._index = joint, index
 
@@ -60,7 +60,7 @@ class JointPart(ModuleProxy):
         return self._joint.product(self._index, args[0])
 
 
-def joint_projections(linears: Sequence[nn.Linear]) -> list[JointPart]:
+def few_row_products(linears: Sequence[nn.Linear]) -> list[FewRowProduct]:
     """Return views of matrix products over the same rows; ask them in this order."""
-    joint = JointProjection(linears)
-    return [JointPart(linear, joint, index) for index, linear in enumerate(linears)]
+    joint = FewRowProducts(linears)
+    return [FewRowProduct(linear, joint, index) for index, linear in enumerate(linears)]
