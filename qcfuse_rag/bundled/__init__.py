@@ -58,11 +58,11 @@ def default_embedder() -> str:
 
 
 def _from_wheel(distribution: str, ending: str) -> Path:
-    found = [
+    distributions = [
         *metadata.distributions(name=distribution),
         *metadata.distributions(name=distribution, path=[str(MODELS_FOLDER)]),
     ]
-    for file in (file for one in found for file in one.files or ()):
+    for file in (file for found in distributions for file in found.files or ()):
         if str(file).endswith(ending):
             return Path(str(file.locate()))
     raise ModelNotFound(

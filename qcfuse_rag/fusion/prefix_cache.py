@@ -241,14 +241,14 @@ class PrefixLease:
         self.cache.keep(kept, self.epoch)
 
 
-def _same_method(one: Method, other: Method) -> bool:
-    return one is other or one == other
+def _same_method(method: Method, other: Method) -> bool:
+    return method is other or method == other
 
 
-def common_length(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+def common_length(ids: NDArray[np.int64], other_ids: NDArray[np.int64]) -> int:
     """Return the number of leading tokens that two sequences share."""
-    n = min(len(one), len(other))
-    different = one[:n] != other[:n]
+    n = min(len(ids), len(other_ids))
+    different = ids[:n] != other_ids[:n]
     first = int(different.argmax()) if n else 0
     return first if n and different[first] else n
 

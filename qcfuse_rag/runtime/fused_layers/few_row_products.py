@@ -1,4 +1,4 @@
-"""An attention's products of a few rows: those that read the same rows by one kernel."""
+"""An attention's products of a few rows; products that read the same rows share a kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROJECTIONS, OUTPUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 
 
 class FewRowProducts:
-    """Multiplies the same rows with several weights when the first of them is asked for its product.
+    """Multiplies rows with several weights at once, when the product with the first weight is asked for.
 
     Args:
         linears: matrix products over the same channels, all with biases or all without.
@@ -25,7 +25,7 @@ class FewRowProducts:
         self._last: tuple[Tensor, list[Tensor]] | None = None
 
     def product(self, index: int, rows: Tensor) -> Tensor:
-        """Return the product of rows with one of the weights; of many rows by itself."""
+        """Return the product of rows with one of the weights. Many rows are multiplied with this weight alone."""
         from qcfuse_rag.runtime.fused_layers.skinny_products import projected, takes
 
         last = self._last
@@ -41,12 +41,12 @@ class FewRowProducts:
 
 
 class FewRowProduct(ModuleProxy):
-    """A matrix product that is computed together with others.
+    """View of a matrix product that is computed together with others.
 
     Args:
-        inner: the model's own.
-        joint: computes it.
-        index: which it is.
+        inner: the model's own module.
+        joint: computes the products.
+        index: index of this product.
     """
 
     def __init__(self, inner: nn.Module, joint: FewRowProducts, index: int) -> None:
@@ -61,6 +61,6 @@ class FewRowProduct(ModuleProxy):
 
 
 def few_row_products(linears: Sequence[nn.Linear]) -> list[FewRowProduct]:
-    """Return views of matrix products over the same rows; ask them in this order."""
+    """Return views of matrix products over the same rows. Callers must use them in this order."""
     joint = FewRowProducts(linears)
     return [FewRowProduct(linear, joint, index) for index, linear in enumerate(linears)]

@@ -1,7 +1,7 @@
 """A view of a model whose norms, rotations, gates and products of a few rows are a kernel each, for recorded passes.
 
-Nothing of the model is changed: the view shares its weights, see `decoder_view`, and what is put in a module's place
-was compared with it on random numbers before. What is not known, or comes out otherwise, stays the model's own.
+The model stays as it is; the view shares its weights (`decoder_view`). A fused module replaces a module of the model
+only if both return the same for random numbers. Every other module stays.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from qcfuse_rag.runtime.fused_layers.pointwise import Norm
 
 GATED = {"gate_proj", "up_proj", "down_proj"}
-"""What transformers' models call the parts of a gated feed-forward network."""
+"""Names of the parts of a gated feed-forward network in transformers' models."""
 ROTATION = "apply_rotary_pos_emb"
-"""What transformers' models call the function by which their attention rotates."""
+"""Name of the function that rotates queries and keys in transformers' models."""
 CAPTURING = "transformers.utils.output_capturing"
 SMALL, LARGE, REPEATS = (0.002, 0.03), (1.0, 30.0), 18
-"""Scales of rows to compare with, small where norms add something to a mean square, large where gates may be cut off;
-so many times that they are more than one program's."""
+"""Scales of the rows that modules are compared on, repeated so that they need more than one program. Small rows show a
+number that a norm adds to the mean square, large rows a gate that is cut off."""
 ROWS, FEW = 3, 16
-"""Rows to rotate, and to project together."""
+"""Rows to compare rotations on, and products of a few rows."""
 
 LOG = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class FusedNorm(ModuleProxy):
 
     @property
     def norm(self) -> Norm:
-        """What is computed."""
+        """Weight and settings of the norm."""
         from qcfuse_rag.runtime.fused_layers.pointwise import Norm
 
         weight = self.inner.weight
@@ -61,7 +61,7 @@ class FusedNorm(ModuleProxy):
         return Norm(weight, self._eps, self._offset)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Normalise; what is more than hidden states of the weight's width, as the model does."""
+        """Normalise hidden states of the weight's width. Any other call goes to the model's own module."""
         from qcfuse_rag.runtime.fused_layers.pointwise import normalized
 
         norm = self.norm
@@ -84,7 +84,7 @@ class FusedGate(ModuleProxy):
         self.activation, self._few = activation, few
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the model's own does."""
+        """Return what the model's own module returns."""
         from qcfuse_rag.runtime.fused_layers.pointwise import gated
         from qcfuse_rag.runtime.fused_layers.skinny_products import gate_projected, projected, takes
 
@@ -101,7 +101,7 @@ class FusedGate(ModuleProxy):
 
 
 def fused_view_first(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Yield a fused view of a model, and then the model itself, to be used if the view proves wrong."""
+    """Yield a fused view of a model, and then the model itself, for callers that find the view wrong."""
     try:
         view = fused_view(model)
     except Exception as error:  # of whatever a model has
@@ -133,7 +133,7 @@ class _FusedViewBuilder:
 
     @torch.inference_mode()
     def view(self, module: nn.Module) -> nn.Module:
-        """Return a view of a module with everything inside replaced that can be; of the same one the same."""
+        """Return a view of a module in which every module with a fused counterpart is replaced. Views are reused."""
         if module not in self._views:
             fused = None if changed(module) else self._norm(module) or self._gate(module) or self._inside(module)
             self._views[module] = fused or module
@@ -175,9 +175,9 @@ class _FusedViewBuilder:
     def _first(
         self, kind: str, own: nn.Module, tried: Iterable[nn.Module], scales: tuple[float, ...], channels: int
     ) -> nn.Module | None:
-        """Return the first that computes what a module does, over rows of different scales.
+        """Return the first view that returns what a module returns, for rows of different scales; None if none does.
 
-        None of the rows has a mean of 0: some norms take the mean away.
+        No row has a mean of 0: some norms subtract the mean.
         """
         factors = torch.tensor(scales, device=self._device).repeat(REPEATS)[None, :, None]
         given = ((1 + self._random(1, factors.shape[1], channels).float()) * factors).to(self._dtype)
@@ -187,7 +187,7 @@ class _FusedViewBuilder:
         return found
 
     def _products(self, module: nn.Module, kind: str, names: Sequence[str]) -> dict[str, nn.Module]:
-        """Return views of an attention's products that compute a few rows together; none if that is not known."""
+        """Return views of an attention's products, with a kernel for a few rows; none if their results differ."""
         from qcfuse_rag.runtime.fused_layers.skinny_products import takes
 
         own = [module._modules.get(name) for name in names]
@@ -203,7 +203,7 @@ class _FusedViewBuilder:
         return dict(zip(names, views, strict=True))
 
     def _forward(self, module: nn.Module) -> types.FunctionType | None:
-        """Return a module's forward that rotates by a kernel, or None if it rotates otherwise or not at all."""
+        """Return a module's forward with a kernel in place of its rotation; None if there is no such rotation."""
         forward = type(module).forward
         if not isinstance(forward, types.FunctionType) or ROTATION not in forward.__code__.co_names:
             return None
@@ -241,9 +241,9 @@ class _FusedViewBuilder:
 
 
 def changed(module: nn.Module) -> bool:
-    """Return whether a library has replaced a module's forward or given it hooks, which a view would not run.
+    """Return whether a library has replaced a module's forward or added hooks, which a view would not run.
 
-    The hooks by which transformers returns hidden states, which stay once somebody has asked for some, do not count.
+    Hooks of transformers that return hidden states do not count. They stay after the first request for hidden states.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return "forward" in vars(module) or any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks)
@@ -255,7 +255,7 @@ def is_product(module: nn.Module) -> bool:
 
 
 def with_globals(forward: types.FunctionType, **others: Any) -> types.FunctionType:
-    """Return a copy of a function that finds other objects under some names of its module."""
+    """Return a copy of a function in which some names of its module refer to other objects."""
     seen = {**forward.__globals__, **others}
     other = types.FunctionType(forward.__code__, seen, forward.__name__, forward.__defaults__, forward.__closure__)
     other.__kwdefaults__ = forward.__kwdefaults__

@@ -1,9 +1,8 @@
-"""What lies between a layer's matrix products, each in one kernel: a norm, a rotation, a gate.
+"""Norms, rotations and gates, the operations between a layer's matrix products, as one kernel each.
 
-Models write a norm as eight operations of torch, a rotation as ten, a gate as two. For a few rows each of those takes
-as long as it takes to start, some microseconds, while all matrix products of a layer take a tenth of a millisecond.
-Here all is computed in float32 and rounded once. It must come to what a model's own modules do, see
-`runtime.fused_layers.fused_modules`.
+Models write a norm as eight operations of torch, a rotation as ten, a gate as two. For a few rows the start of each
+operation takes some microseconds, while all matrix products of a layer take a tenth of a millisecond. The kernels
+compute in float32 and round once. `runtime.fused_layers.fused_modules` compares them with a model's own modules.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from qcfuse_rag.runtime.kernels.launch import on_device
 
 ELEMENTS, LONG = 4096, 8192
-"""That one program has in hand, of several rows if they are short; and from how many channels on it has more warps."""
+"""Elements of one program, of several rows if they are short, and the channels from which a program has more warps."""
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
