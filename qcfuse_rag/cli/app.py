@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from qcfuse_rag.cli.bench import bench_app
 from qcfuse_rag.cli.console import ERR, OUT, print_json, quiet_libraries, with_full_stop
+from qcfuse_rag.cli.measuring_options import PlanOptions, ProfileOptions, VerifyOptions
 from qcfuse_rag.cli.options import (
     AskOptions,
     CorpusOptions,
@@ -23,12 +24,9 @@ from qcfuse_rag.cli.options import (
     Dtype,
     Json,
     Library,
-    PlanOptions,
     PrefixOptions,
-    ProfileOptions,
     Question,
     ServeOptions,
-    VerifyOptions,
     WarmOptions,
     Weights,
     WeightsChoice,

@@ -10,7 +10,7 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, status
 from qcfuse_rag.cli.library import existing_store_folder
 from qcfuse_rag.cli.library_settings import LibrarySettings
-from qcfuse_rag.cli.options import ProfileOptions
+from qcfuse_rag.cli.measuring_options import ProfileOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.profile.measure import profile_layers

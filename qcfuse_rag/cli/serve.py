@@ -95,7 +95,8 @@ def _serve_in_process(
     if options.remote is None:
         existing_store_folder(library)  # do not create a library under a misspelt name
     listener = _bind(options)
-    with open_library_store(library, remote=options.remote) as store:
+    memory_bytes = int(options.memory_gb * 1e9)
+    with open_library_store(library, remote=options.remote, memory_bytes=memory_bytes) as store:
         engine = open_engine(store, method, options, settings)
         engine.prefixes.limit_bytes = options.prefix_mb * 1_000_000
         print_verdict_note(engine)
@@ -177,7 +178,11 @@ def _serve_on_ray(
     from qcfuse_rag.server.auth_middleware import LOOPBACK
     from qcfuse_rag.server.ray_serve import EngineDeployment, run_deployment, stop_deployment
 
-    store_settings: dict[str, Any] = {"folder": str(store_folder(library).resolve()), "remote": options.remote}
+    store_settings: dict[str, Any] = {
+        "folder": str(store_folder(library).resolve()),
+        "remote": options.remote,
+        "memory_bytes": int(options.memory_gb * 1e9),
+    }
     replica = RayWorkers(
         model=options.model or default_model(),
         store=store_settings,

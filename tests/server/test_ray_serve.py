@@ -136,7 +136,7 @@ async def test_replicas_keep_as_many_bytes_of_requests_as_the_deployment_says(
 @pytest.mark.parametrize(
     ("option", "expected"), [((), 10**9), (("--prefix-mb", 0), 0), (("--prefix-mb", 7), 7 * 10**6)]
 )
-def test_serve_passes_the_limit_of_kept_requests_to_replicas(
+def test_serve_passes_the_limits_of_memory_to_replicas(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[object, ...], expected: int
 ) -> None:
     deployments: list[EngineDeployment] = []
@@ -144,6 +144,7 @@ def test_serve_passes_the_limit_of_kept_requests_to_replicas(
     monkeypatch.setattr(ray_serve, "run_deployment", lambda deployment, **address: deployments.append(deployment))
     monkeypatch.setattr(ray_serve, "stop_deployment", lambda: None)
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGINT)
-    run.text("serve", "--store", tmp_path, "--ray", "local", *option)
+    run.text("serve", "--store", tmp_path, "--ray", "local", "--memory-gb", 3, *option)
     (deployment,) = deployments
     assert deployment.prefix_bytes == expected
+    assert deployment.replica.store["memory_bytes"] == 3 * 10**9
