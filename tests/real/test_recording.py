@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import LanguageModel
+from qcfuse_rag.runtime.fused_layers.few_row_products import FewRowProduct
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view, fused_view_first
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
@@ -37,7 +38,9 @@ def test_steps_that_round_otherwise_are_recorded(halved: LanguageModel) -> None:
     steps = DecodeRunner(halved, AgainAndAgain(), fused_view_first)
     steps.compile(requests=(1, 3))
     assert steps.refusal is None
-    assert steps.model is not halved.model
+    layer: Any = steps.model.model.layers[0]
+    assert isinstance(layer.self_attn.q_proj, FewRowProduct)
+    assert isinstance(layer.self_attn.o_proj, FewRowProduct)
 
 
 def test_passes_that_round_otherwise_are_recorded(halved: LanguageModel) -> None:

@@ -6,6 +6,7 @@ Triton's interpreter cannot multiply bfloat16, and is slow.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qcfuse_rag.runtime.fused_layers import pointwise
+from qcfuse_rag.runtime.fused_layers import pointwise, skinny_products
 from qcfuse_rag.runtime.fused_layers.pointwise import Norm
 from qcfuse_rag.runtime.kernels import table_attention as by_table
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention_reference
@@ -25,6 +26,8 @@ def compute_kernels_in_torch(patch: pytest.MonkeyPatch) -> None:
     """Have recorded passes and steps on a CPU use kernels that are computed in torch."""
     for name, kernel in (("normalized", normalized), ("rotated", rotated), ("gated", gated)):
         patch.setattr(pointwise, name, kernel)
+    for name, product in (("projected", projected), ("gate_projected", gate_projected)):
+        patch.setattr(skinny_products, name, product)
     patch.setattr(by_table, "append_rows", append_rows)
     patch.setattr(by_table, "table_attention", table_attention)
     seams.recorder_has_kernels(patch, lambda *_: True)
@@ -53,6 +56,22 @@ def gated(gates: Tensor, values: Tensor, activation: str) -> Tensor:
     wide = gates.float()
     opened = functional.silu(wide) if activation == "silu" else functional.gelu(wide, approximate="tanh")
     return (opened * values.float()).to(gates.dtype)
+
+
+def projected(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Compute what the kernel `project` does."""
+    pairs = zip(weights, biases or [None] * len(weights), strict=True)
+    return [
+        functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        for weight, bias in pairs
+    ]
+
+
+def gate_projected(x: Tensor, gates: Tensor, values: Tensor, activation: str) -> Tensor:
+    """Compute what the kernel `project_gated` does."""
+    wide = x.float()
+    both = functional.linear(wide, gates.float()), functional.linear(wide, values.float())
+    return gated(*both, activation).to(x.dtype)
 
 
 def append_rows(key: Tensor, value: Tensor, table: KVTable, layer: int, rows: Tensor) -> None:
