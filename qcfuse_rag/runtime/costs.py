@@ -112,10 +112,8 @@ class Costs:
         """
         near_load_s = self.load_s if self.near_load_s is None else self.near_load_s
         before_s = self.overhead_s + (stored_tokens - near_tokens) * (self.load_s - near_load_s)
-        load_s, probe_s = (
-            stored_tokens * near_load_s,
-            self.partial_pass_s(probe_rows, held_tokens + prompt_tokens, probe_share),
-        )
+        load_s = stored_tokens * near_load_s
+        probe_s = self.partial_pass_s(probe_rows, held_tokens + prompt_tokens, probe_share)
         rows_s = self.partial_pass_s(rows, held_tokens + prompt_tokens / 2)
         if not self.loads_aside:
             return before_s + load_s + probe_s + rows_s
