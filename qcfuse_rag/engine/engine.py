@@ -70,8 +70,7 @@ class FusionEngine:
         load_limit_s: float | None = LOAD_LIMIT_S,
         prefix_bytes: int = 0,
     ) -> None:
-        self.lm = lm
-        self.store = store
+        self.lm, self.store = lm, store
         self.method = method or choose_method()
         self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate(), lm.window.tokens)
         self.corpus = Corpus(lm, store, self.prompts, self.method)
