@@ -255,6 +255,11 @@ class ServeOptions(MethodOptions):
     cpus_per_replica: Annotated[float, Option(min=0.0, help="CPU cores of each replica.")] = 1.0
     gpus_per_replica: Annotated[float, Option(min=0.0, help="GPUs of each replica.")] = 0.0
 
+    @property
+    def memory_bytes(self) -> int:
+        """Most bytes of the tier in memory."""
+        return int(self.memory_gb * 1e9)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions(ModelOptions):

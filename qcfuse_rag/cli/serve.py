@@ -95,8 +95,7 @@ def _serve_in_process(
     if options.remote is None:
         existing_store_folder(library)  # do not create a library under a misspelt name
     listener = _bind(options)
-    memory_bytes = int(options.memory_gb * 1e9)
-    with open_library_store(library, remote=options.remote, memory_bytes=memory_bytes) as store:
+    with open_library_store(library, remote=options.remote, memory_bytes=options.memory_bytes) as store:
         engine = open_engine(store, method, options, settings)
         engine.prefixes.limit_bytes = options.prefix_mb * 1_000_000
         print_verdict_note(engine)
@@ -181,7 +180,7 @@ def _serve_on_ray(
     store_settings: dict[str, Any] = {
         "folder": str(store_folder(library).resolve()),
         "remote": options.remote,
-        "memory_bytes": int(options.memory_gb * 1e9),
+        "memory_bytes": options.memory_bytes,
     }
     replica = RayWorkers(
         model=options.model or default_model(),

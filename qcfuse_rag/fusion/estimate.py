@@ -30,6 +30,10 @@ def estimate_prefill(
     stored_tokens = near_tokens = inexact_tokens = absent = 0
     far_keys: list[ChunkKey] = []
     nearest = store.tiers[0] if len(store.tiers) > 1 else None
+
+    def is_near(key: ChunkKey) -> bool:
+        return nearest is not None and store.address(key) in nearest
+
     passages = [span for span in prompt.chunks if span.start >= start]
     for span in prompt.spans:
         if span.start < start:
@@ -37,18 +41,21 @@ def estimate_prefill(
         bases = {Role.HEAD: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
         exact = {base: base.exact_at(span.start, prompt.ids, prompt.prefix_ids) for base in bases}
         ids, exact_first = span.segment.stored_ids, sorted(bases, key=exact.__getitem__, reverse=True)
-        keys = {base: base.key(lm.fingerprint, prompt.prefix_ids, ids) for base in exact_first}
-        near = {base for base, key in keys.items() if nearest is not None and store.address(key) in nearest}
-        found = next((base for base, key in keys.items() if base in near or key in store), None)
+        keys = ((base, base.key(lm.fingerprint, prompt.prefix_ids, ids)) for base in exact_first)
+        found = next(((base, key) for base, key in keys if is_near(key) or key in store), None)
         if found is None:
             absent += span.segment.role is Role.CHUNK
             continue
+        base, key = found
         stored_tokens += len(span)
-        inexact_tokens += 0 if exact[found] else len(span)
-        if nearest is None or found in near:
+        inexact_tokens += 0 if exact[base] else len(span)
+        if nearest is None or is_near(key):
             near_tokens += len(span)
-        else:  # a lookup asks for the method's own base too, before another that is exact
-            far_keys += [key for base, key in keys.items() if base in {found, method.base} and base not in near]
+            continue
+        far_keys.append(key)
+        if method.base in exact and method.base != base:  # a lookup asks for it before another base that is exact
+            own_key = method.base.key(lm.fingerprint, prompt.prefix_ids, ids)
+            far_keys += [] if is_near(own_key) else [own_key]
     selected_tokens = method.budget.tokens(inexact_tokens) if method.budget is not None else 0
     context_end = max((span.stop for span in passages), default=start)
     depth = method.probe.depth(lm) if isinstance(method.probe, QuestionProbe) else lm.n_layers

@@ -160,11 +160,7 @@ class MeasuredCosts:
             if recorded != self._recorded:
                 self._costs, self._recorded = None, recorded
             if self._costs is None or not self._costs.load_s:
-                path = (
-                    None
-                    if self._store.folder is None
-                    else costs_path(self._store.folder, self._lm, self._store, recorded)
-                )
+                path = costs_path(self._lm, self._store, recorded)
                 self._costs = (path and read_costs(path)) or self._costs or measure_passes(self._lm, self._passes)
                 if not self._costs.load_s:
                     times = measure_loading(self._lm, self._store, self._transfers) or LoadTimes(0.0, 0.0)
@@ -202,14 +198,14 @@ def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None, *, sa
             curvature = (max(seconds(longest) - large_s, 0.0) / (longest - large) - row_s) / (longest - medium)
             attended_key_s = min(max(0.0, 2 * curvature), row_s / large)
             row_s -= attended_key_s / 2 * (large + medium)
-    recorded_pass_s, run = None, None if passes is None else _PartialPrefill(lm, passes)
-    if passes is not None and run is not None and passes.refusal is None:
-        replayed = passes.replayed
-        partial_s = run.seconds(small, small + 1, samples + 1)
+    recorded_pass_s = None
+    if passes is not None:
+        run, replayed = _PartialPrefill(lm, passes), passes.replayed
+        partial_s = run.seconds(small, small + 1, samples + 1) if passes.refusal is None else 0.0
         if passes.replayed > replayed:  # otherwise other requests used the recorded passes all the time
             recorded_pass_s = max(0.0, partial_s - small * row_s)
-    if run is not None and attended_key_s:
-        sparse_attended_key_s = run.attended_key_s(medium, longest, samples)
+        if attended_key_s:
+            sparse_attended_key_s = run.attended_key_s(medium, longest, samples)
     pass_s = max(0.0, small_s - small * row_s)
     return Costs(
         pass_s,
@@ -260,19 +256,23 @@ class _PartialPrefill:
         return max(0.0, more_s) / ATTENTION_ROWS / (many - few)
 
 
-def costs_path(folder: Path, lm: LanguageModel, store: KVStore, recorded: bool = False) -> Path:
+def costs_path(lm: LanguageModel, store: KVStore, recorded: bool = False) -> Path | None:
     """Return the file of a model's costs on this machine; deleting it makes the next process measure again.
 
     Args:
-        folder: the store's folder.
         lm: the model.
         store: the store; its tiers and its format count.
         recorded: whether passes are recorded.
+
+    Returns:
+        A path in the store's folder; None if the store has no folder.
     """
+    if store.folder is None:
+        return None
     device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else platform.machine()
     machine = f"{lm.fingerprint.digest} {device} {os.cpu_count()} {torch.get_num_threads()}"
     machine += f" {store.numbers} {' '.join(tier.kind for tier in store.tiers)}{' recorded' if recorded else ''}"
-    return folder / f"costs-{digest(machine.encode())}.json"
+    return store.folder / f"costs-{digest(machine.encode())}.json"
 
 
 def read_costs(path: Path) -> Costs | None:

@@ -332,7 +332,7 @@ def test_costs_of_a_store_with_a_tier_in_memory_are_not_those_of_its_disk_alone(
     llama: LanguageModel, tmp_path: Path
 ) -> None:
     with DiskStore(tmp_path) as disk, TieredStore(MemoryStore(), DiskStore(tmp_path)) as tiered:
-        paths = {costs_path(tmp_path, llama, store) for store in (disk, tiered)}
+        paths = {costs_path(llama, store) for store in (disk, tiered)}
     assert len(paths) == 2
 
 

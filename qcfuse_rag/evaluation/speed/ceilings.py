@@ -5,7 +5,6 @@ Williams et al., Roofline (CACM 2009): work is bound by arithmetic or by bytes, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from qcfuse_rag.models.fingerprint import plain_parts
 from qcfuse_rag.models.packed_linear import PackedLinear
-from qcfuse_rag.runtime.device import finish
+from qcfuse_rag.runtime.device import finish, timed
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 T = TypeVar("T")
@@ -58,10 +57,7 @@ def measure_ceilings(lm: LanguageModel, *, samples: int = 7) -> Ceilings:
 def seconds(lm: LanguageModel, run: Callable[[], object]) -> float:
     """Time one call, with the work that it leaves to the device."""
     finish(lm.device)
-    started = time.perf_counter()
-    run()
-    finish(lm.device)
-    return time.perf_counter() - started
+    return timed(lm.device, run)
 
 
 def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qcfuse_rag.runtime.fused_layers.few_row_products import OUTPUT, PROJECTIONS, few_row_products
+from qcfuse_rag.runtime.fused_layers.few_row_products import OUTPUT, PROJECTIONS, FewRowProducts, few_row_products
 from qcfuse_rag.runtime.fused_layers.likeness import same
 from qcfuse_rag.runtime.model_views import ModuleProxy
 
@@ -82,21 +82,19 @@ class FusedGate(ModuleProxy):
     def __init__(self, inner: nn.Module, activation: str, *, few: bool) -> None:
         super().__init__(inner)
         self.activation, self._few = activation, few
+        self._down = FewRowProducts([inner.down_proj])  # type: ignore[list-item] # a linear layer, see `_gate`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's own module returns."""
         from qcfuse_rag.runtime.fused_layers.pointwise import gated
-        from qcfuse_rag.runtime.fused_layers.skinny_products import gate_projected, projected, takes
+        from qcfuse_rag.runtime.fused_layers.skinny_products import gate_projected, takes
 
         if kwargs or len(args) != 1:
             return self.inner(*args, **kwargs)
         parts: Any = self.inner
         weights = parts.gate_proj.weight, parts.up_proj.weight
         if self._few and takes(args[0], weights):
-            down, hidden = parts.down_proj, gate_projected(args[0], *weights, self.activation)
-            if not takes(hidden, [down.weight]):
-                return down(hidden)
-            return projected(hidden, [down.weight], None if down.bias is None else [down.bias])[0]
+            return self._down.product(0, gate_projected(args[0], *weights, self.activation))
         return parts.down_proj(gated(parts.gate_proj(args[0]), parts.up_proj(args[0]), self.activation))
 
 

@@ -54,7 +54,7 @@ class BlockSource:
 
     @property
     def joins_layers(self) -> bool:
-        """Whether one launch may place several layers.
+        """Whether a launch may place several layers.
 
         Without a placement kernel no launch is saved, and keys are best placed just before they are used. Low-rank
         blocks grow to full size when they are placed, and there is memory for one layer of those.
