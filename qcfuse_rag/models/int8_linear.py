@@ -1,7 +1,8 @@
 """Linear layers with int8 weights, for CPUs: a quarter of float32's bytes, and faster products of few rows.
 
-Products are those of FBGEMM, which torch has on x86 processors with AVX2. It multiplies unsigned 8-bit activations with
-int8 weights and adds pairs of products in 16 bits without VNNI instructions, so activations may have 7 bits.
+Products are those of oneDNN on processors with VNNI or AMX instructions, which are some twice as fast there, and of FBGEMM
+on others, see `models.int8_products`. Without VNNI, FBGEMM adds pairs of products in 16 bits, so activations may have
+7 bits.
 
 Weights have a scale for each output channel. Activations have a scale for each token and two 7-bit numbers for each
 channel, 13 bits in all: `scale * (high + low / 126)`. With eight bits, the tiny differences between two ways to add up
@@ -12,13 +13,12 @@ whole pass, as in torch's `quantize_dynamic`, is worse still: one token with lar
 
 from __future__ import annotations
 
-import math
-import warnings
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from qcfuse_rag.models.int8_products import Int8Weights, packed_class
 from qcfuse_rag.models.packed_linear import PackedLinear
 
 LARGEST_WEIGHT = 127
@@ -29,8 +29,6 @@ LOW_STEPS = 126
 """Steps of the low number within one step of the high number: the low number is then within -63 and 63 as well."""
 STEP = 1 / LARGEST_ACTIVATION
 """Between two numbers of an activation, which is at most 1 after its token's scale."""
-ZERO_POINT = 64
-"""Added to activations, which FBGEMM takes as unsigned numbers."""
 SMALLEST = 1e-12
 """Keeps a channel or a token of zeros from dividing by zero."""
 BLOCK_ROWS = 128
@@ -66,16 +64,11 @@ class Int8Linear(PackedLinear):
         self.scale = self.scale if scale is None else scale
         super().pack(weight)
 
-    def _pack(self, weight: Tensor, channels: slice) -> Any:
-        zeros = torch.zeros(len(weight), dtype=torch.long)
-        with warnings.catch_warnings():  # torch says that a later version will have no tensors of this kind
-            warnings.simplefilter("ignore", UserWarning)
-            tensor = torch._make_per_channel_quantized_tensor(weight, self.scale[channels].double(), zeros, 0)
-            return torch.ops.quantized.linear_prepack(tensor, None)
+    def _pack(self, weight: Tensor, channels: slice) -> Int8Weights:
+        return packed_class()(weight, self.scale[channels])
 
-    def _unpack(self, packed: Any) -> Tensor:
-        weight: Tensor = torch.ops.quantized.linear_unpack(packed)[0]
-        return weight.int_repr()
+    def _unpack(self, packed: Int8Weights) -> Tensor:
+        return packed.numbers()
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute `x @ weight.T + bias`.
@@ -95,13 +88,12 @@ class Int8Linear(PackedLinear):
 
     def _multiply(self, rows: Tensor) -> Tensor:
         count = len(rows)
-        largest = torch.linalg.vector_norm(rows, math.inf, -1, keepdim=True).clamp_min_(SMALLEST)
-        scaled = rows / largest
-        high = torch.fake_quantize_per_tensor_affine(scaled, STEP, 0, -LARGEST_ACTIVATION, LARGEST_ACTIVATION)
-        low = scaled.sub_(high).mul_(LOW_STEPS)  # the product rounds
-        both, product = torch.cat((high, low)), torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-        sums = self._products(lambda packed: product(both, STEP, ZERO_POINT, packed))
-        out = sums[:count].add_(sums[count:], alpha=1 / LOW_STEPS).mul_(largest)
+        largest = rows.abs().amax(-1, keepdim=True).clamp_min_(SMALLEST)
+        scaled = rows * (LARGEST_ACTIVATION / largest)
+        high = scaled.round()
+        low = scaled.sub_(high).mul_(LOW_STEPS).round_()
+        sums = self._products(lambda packed: packed.multiply(high, low))
+        out = sums[:count].add_(sums[count:], alpha=1 / LOW_STEPS).mul_(largest.mul_(STEP))
         return out if self.bias is None else out.add_(self.bias)
 
 

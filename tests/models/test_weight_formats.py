@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.engine.exactness_check import INT8_TOLERANCE, measure_exactness
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
-from qcfuse_rag.models import packed_linear
+from qcfuse_rag.models import int8_linear, packed_linear
 from qcfuse_rag.models.float16_linear import Float16Linear
 from qcfuse_rag.models.int8_linear import BLOCK_ROWS, Int8Linear
+from qcfuse_rag.models.int8_products import FbgemmWeights, OnednnWeights, has_vnni, packed_class
 from qcfuse_rag.models.load import load_pretrained
 from qcfuse_rag.models.packed_checkpoint import load_packed, save_packed
 from qcfuse_rag.models.packed_linear import PackedLinear
@@ -59,6 +60,28 @@ def test_rows_are_near_to_those_of_the_layer(linear: nn.Linear) -> None:
     assert error.max() < 0.01
     weight = Int8Linear(linear).weight.float() * Int8Linear(linear).scale[:, None]
     assert (result - nn.functional.linear(x, weight, linear.bias)).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.skipif(not has_vnni(), reason="a processor without VNNI has one product")
+@torch.inference_mode()
+@pytest.mark.parametrize("n_rows", [1, 2, 31, BLOCK_ROWS, BLOCK_ROWS + 5])
+def test_both_libraries_give_the_same_numbers(linear: nn.Linear, n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_linear, "packed_class", lambda: FbgemmWeights)
+    by_fbgemm = Int8Linear(linear)
+    monkeypatch.setattr(int8_linear, "packed_class", lambda: OnednnWeights)
+    by_onednn = Int8Linear(linear)
+    x = torch.randn(n_rows, 96) * torch.logspace(-3, 3, n_rows)[:, None]
+    assert torch.equal(by_onednn(x), by_fbgemm(x))
+    assert torch.equal(by_onednn.weight, by_fbgemm.weight)
+    assert torch.equal(copy.deepcopy(by_onednn)(x), by_fbgemm(x))
+
+
+def test_the_product_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for supported, expected in ((True, OnednnWeights), (False, FbgemmWeights)):
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda supported=supported: supported, raising=False)
+        assert packed_class() is expected
+    monkeypatch.delattr(torch.cpu, "_is_vnni_supported")
+    assert packed_class() is FbgemmWeights
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, BLOCK_ROWS, 2 * BLOCK_ROWS + 5])
