@@ -41,7 +41,7 @@ Dtype = Annotated[
 ]
 Weights = Annotated[
     WeightsChoice | None,
-    Option(help="Format of weights: model (default), float16 or int8 (on CPUs), or auto: float16 on a CPU that can."),
+    Option(help="Format of weights: model (default), float16 or int8 (on CPUs), or auto: the fastest near the model."),
 ]
 Tenant = Annotated[
     str | None,

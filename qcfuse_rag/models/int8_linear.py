@@ -1,8 +1,8 @@
 """Linear layers with int8 weights, for CPUs: a quarter of float32's bytes, and faster products of few rows.
 
-Products are those of oneDNN on processors with VNNI or AMX instructions, which are some twice as fast there, and of FBGEMM
-on others, see `models.int8_products`. Without VNNI, FBGEMM adds pairs of products in 16 bits, so activations may have
-7 bits.
+Products are those of oneDNN on processors with VNNI or AMX instructions, which are some twice as fast there, and of
+FBGEMM on others, see `models.int8_products`. Without VNNI, FBGEMM adds pairs of products in 16 bits, so activations may
+have 7 bits.
 
 Weights have a scale for each output channel. Activations have a scale for each token and two 7-bit numbers for each
 channel, 13 bits in all: `scale * (high + low / 126)`. With eight bits, the tiny differences between two ways to add up

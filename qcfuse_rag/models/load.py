@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
-from qcfuse_rag.models.cpu_dtype import chosen_cpu_dtype
+from qcfuse_rag.models.cpu_dtype import chosen_cpu_dtype, multiplies_bfloat16
 from qcfuse_rag.models.fingerprint import hash_weights
 from qcfuse_rag.models.gguf_cache import CONVERTED_TOKENIZER, GgufConversion, cached_gguf_header
 from qcfuse_rag.models.gguf_tensors import read_one_at_a_time, return_freed_memory
@@ -59,7 +59,7 @@ def load_pretrained(
         dtype: such as `bfloat16`; None is the checkpoint's own on a GPU, and float32 on a CPU, or bfloat16 if that is
             measured to be faster with weights in the dtype; see `models.cpu_dtype`.
         weights: `model` keeps the weights in the dtype; `float16` and `int8` round them, on CPUs; `auto` is float16 on
-            a CPU that can, if the model allows.
+            a CPU that can, if the model allows, unless bfloat16 is faster there.
 
     Raises:
         ModelNotFound: if the model cannot be read or fetched completely.
@@ -113,8 +113,11 @@ def load_model(
     """Load a model as `load_pretrained` does, by the same arguments."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(device)
-    format_here = choose_weight_format(weights, device)
-    torch_dtype: Any = _parse_dtype(dtype) if dtype else _default_dtype(device, format_here)
+    asked_dtype = _parse_dtype(dtype) if dtype else None
+    format_here = choose_weight_format(
+        weights, device, bfloat16=weights == "auto" and _is_bfloat16(device, asked_dtype)
+    )
+    torch_dtype: Any = asked_dtype or _default_dtype(device, format_here)
     source, options = model_source(name)
     gguf = Path(source) / options["gguf_file"] if options else None
     conversion = gguf and GgufConversion.locate(gguf, torch_dtype, format_here)
@@ -263,6 +266,13 @@ def _default_dtype(device: str, weights: HeldFormat) -> Any:
     if torch.device(device).type != "cpu":
         return "auto"
     return chosen_cpu_dtype() if weights == "model" else torch.float32  # FBGEMM's products are in float32
+
+
+def _is_bfloat16(device: str, asked: torch.dtype | None) -> bool:
+    """Return whether the device is a CPU that multiplies bfloat16 numbers, and they are asked for or faster there."""
+    if torch.device(device).type != "cpu" or not multiplies_bfloat16():
+        return False
+    return (asked or chosen_cpu_dtype()) == torch.bfloat16
 
 
 def _check_device(device: str) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # fingerprints, and so stores, import this without a model; t
 
 WeightFormat = Literal["model", "float16", "int8", "auto"]
 """`model`: as loaded, in the model's dtype; `float16`: see `Float16Linear`; `int8`: see `Int8Linear`; `auto`: float16
-on a CPU that can."""
+on a CPU that can, unless bfloat16 is faster there."""
 HeldFormat = Literal["model", "float16", "int8"]
 """A format that a loaded model can have."""
 LINEARS: dict[HeldFormat, type[PackedLinear]] = {"float16": Float16Linear, "int8": Int8Linear}
@@ -50,8 +50,13 @@ class RoundedEmbedding(nn.Module):
         return (rows if self.scale is None else rows * self.scale[ids, None]).to(self.dtype)
 
 
-def choose_weight_format(weights: str, device: str) -> HeldFormat:
+def choose_weight_format(weights: str, device: str, *, bfloat16: bool = False) -> HeldFormat:
     """Return the format of weights on a device.
+
+    Args:
+        weights: see `WeightFormat`.
+        device: such as `cpu` or `cuda:0`.
+        bfloat16: whether the device is a CPU on which bfloat16 is faster than float32.
 
     Raises:
         ValueError: if there is no such format.
@@ -60,7 +65,7 @@ def choose_weight_format(weights: str, device: str) -> HeldFormat:
     if weights not in get_args(WeightFormat):
         raise ValueError(f"weights must be {', '.join(get_args(WeightFormat))}, got {weights!r}")
     on_cpu = torch.device(device).type == "cpu"
-    if weights == "model" or (weights == "auto" and not (on_cpu and _has_fbgemm())):
+    if weights == "model" or (weights == "auto" and not (on_cpu and _has_fbgemm() and not bfloat16)):
         return "model"
     if not on_cpu:
         raise QCFuseError(f"weights in {weights} are for CPUs; on {device} load the model with weights='model'")

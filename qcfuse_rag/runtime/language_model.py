@@ -17,6 +17,7 @@ from qcfuse_rag.models.compatibility import (
     refuse_unsupported,
     stock_attention_name,
 )
+from qcfuse_rag.models.cpu_dtype import multiplies_bfloat16
 from qcfuse_rag.models.fingerprint import Fingerprint, fingerprint_model, hash_weights
 from qcfuse_rag.models.load import load_model
 from qcfuse_rag.models.rope import KVShape, LayerRope
@@ -24,6 +25,7 @@ from qcfuse_rag.models.rope_probe import measure_rope
 from qcfuse_rag.models.window_probe import measure_windows
 from qcfuse_rag.runtime.attention import dispatch
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
+from qcfuse_rag.runtime.fused_layers.single_row_products import single_row_view
 from qcfuse_rag.runtime.kernels.support import kernels_available
 
 if TYPE_CHECKING:
@@ -159,10 +161,13 @@ class LanguageModel:
 
     @cached_property
     def fused(self) -> PreTrainedModel:
-        """A view of the model with fused norms, rotations and gates where kernels are used; elsewhere the model.
+        """A view of the model with faster parts, which all passes run; the model itself if it has none.
 
-        All passes run it. It shares the model's weights.
+        Where kernels are used, norms, rotations and gates are fused. On CPUs that multiply bfloat16 numbers, single
+        rows are multiplied as vectors. The view shares the model's weights.
         """
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16 and multiplies_bfloat16():
+            return single_row_view(self.model)
         if not kernels_available(self.device, self.dtype, self.widest_head):
             return self.model
         return next(iter(fused_view_first(self.model)))

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.engine.exactness_check import INT8_TOLERANCE, measure_exactness
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
-from qcfuse_rag.models import int8_linear, packed_linear
+from qcfuse_rag.models import int8_linear, load, packed_linear
 from qcfuse_rag.models.float16_linear import Float16Linear
 from qcfuse_rag.models.int8_linear import BLOCK_ROWS, Int8Linear
 from qcfuse_rag.models.int8_products import FbgemmWeights, OnednnWeights, has_vnni, packed_class
@@ -281,6 +281,32 @@ def test_sums_of_the_largest_numbers_do_not_overflow() -> None:
     assert torch.allclose(Int8Linear(linear)(x), linear(x), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "supported", "expected"),
+    [
+        (None, True, "model"),
+        ("bfloat16", True, "model"),
+        ("float32", True, "float16"),
+        (None, False, "float16"),
+    ],
+)
+def test_auto_is_bfloat16_where_that_is_faster(
+    dtype: str | None,
+    supported: bool,
+    expected: str,
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build_model("llama").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(load, "multiplies_bfloat16", lambda: supported)
+    monkeypatch.setattr(load, "chosen_cpu_dtype", lambda: torch.bfloat16 if supported else torch.float32)
+    model, _ = load_pretrained(str(tmp_path), device="cpu", dtype=dtype, weights="auto")
+    assert weight_format(model) == expected
+    assert (model.dtype == torch.bfloat16) is (expected == "model")
+
+
 def test_devices_choose_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (choose_weight_format("auto", "cpu"), choose_weight_format("auto", "cuda:0")) == ("float16", "model")
     for weights in LINEARS:
@@ -289,6 +315,8 @@ def test_devices_choose_formats(monkeypatch: pytest.MonkeyPatch) -> None:
             choose_weight_format(weights, "cuda:0")
     with pytest.raises(ValueError, match="model, float16, int8, auto"):
         choose_weight_format("int4", "cpu")
+    assert choose_weight_format("auto", "cpu", bfloat16=True) == "model"
+    assert choose_weight_format("int8", "cpu", bfloat16=True) == "int8"
     monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")
     assert (choose_weight_format("auto", "cpu"), choose_weight_format("model", "cpu")) == ("model", "model")
     with pytest.raises(QCFuseError, match=r"FBGEMM.*load the model with weights=.model."):
