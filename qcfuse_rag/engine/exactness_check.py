@@ -37,7 +37,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 ROUNDING_ERRORS = 3.0
 """A model whose own logits are far from those it computes in float32 may differ by so many times that distance."""
 INT8_TOLERANCE = 0.05
-"""With int8 weights, activations are rounded: measured differences are .005 or less, see `models.int8_linear`."""
+"""With int8 weights, activations are rounded: measured differences are .005 or less (`models.weights.int8_linear`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import LOAD_SETTINGS, EngineHandle
 from qcfuse_rag.generation.sampling import Fidelity
-from qcfuse_rag.models.weight_formats import WeightFormat
+from qcfuse_rag.models.weights.formats import WeightFormat
 
 SAMPLING_SETTINGS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Fields that have the names that `SamplingParams` has for them."""

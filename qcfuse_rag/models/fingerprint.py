@@ -14,9 +14,9 @@ import xxhash
 from torch import Tensor
 
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.models.packed_linear import PackedLinear
 from qcfuse_rag.models.rope import LayerRope
-from qcfuse_rag.models.weight_formats import weight_format
+from qcfuse_rag.models.weights.formats import weight_format
+from qcfuse_rag.models.weights.packed_linear import PackedLinear
 
 if TYPE_CHECKING:  # a store imports fingerprints and is opened without a model; transformers imports slowly
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ class Fingerprint:
         tokenizer: hash of the tokenizer's rules and vocabulary.
         rope: hash of the measured rotation of each layer.
         dtype: dtype of computed keys and values, such as `bfloat16`.
-        weight_format: `model`, or that of weights rounded at load; see `models.weight_formats`.
+        weight_format: `model`, or that of weights rounded at load; see `models.weights.formats`.
     """
 
     weights: str

@@ -30,8 +30,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from qcfuse_rag.models.kept_hash import FileState, hash_once
-from qcfuse_rag.models.packed_checkpoint import TENSORS_FILE, packed_bytes, save_packed
-from qcfuse_rag.models.weight_formats import weight_format
+from qcfuse_rag.models.weights.formats import weight_format
+from qcfuse_rag.models.weights.packed_checkpoint import TENSORS_FILE, packed_bytes, save_packed
 
 LOG = logging.getLogger(__name__)
 

@@ -25,19 +25,19 @@ from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 from qcfuse_rag.models.cpu_dtype import chosen_cpu_dtype, multiplies_bfloat16
 from qcfuse_rag.models.fingerprint import hash_weights
 from qcfuse_rag.models.gguf_cache import CONVERTED_TOKENIZER, GgufConversion, cached_gguf_header
-from qcfuse_rag.models.gguf_tensors import read_one_at_a_time, return_freed_memory
 from qcfuse_rag.models.hub import fetch_options, unreachable_reason
 from qcfuse_rag.models.kept_hash import FileState, hash_once, snapshot_folder
-from qcfuse_rag.models.packed_checkpoint import load_packed
-from qcfuse_rag.models.rounded_load import rounding_while_loading
 from qcfuse_rag.models.source import model_source
-from qcfuse_rag.models.weight_formats import (
+from qcfuse_rag.models.weights.formats import (
     HeldFormat,
     choose_weight_format,
     refuse_other_weights,
     round_weights,
     weight_format,
 )
+from qcfuse_rag.models.weights.gguf_tensors import read_one_at_a_time, return_freed_memory
+from qcfuse_rag.models.weights.packed_checkpoint import load_packed
+from qcfuse_rag.models.weights.rounded_load import rounding_while_loading
 
 LOG = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class LoadedModel:
             "versions": ", ".join(
                 f"{name} {_version(name)}" for name in ("qcfuse-rag", "torch", "transformers", "gguf")
             ),
-            "code": str(max(path.stat().st_mtime_ns for path in Path(__file__).parent.glob("*.py"))),
+            "code": str(max(path.stat().st_mtime_ns for path in Path(__file__).parent.rglob("*.py"))),
         }
         return hash_once(self.files, settings, lambda: hash_weights(model))
 

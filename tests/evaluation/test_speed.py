@@ -33,7 +33,7 @@ from qcfuse_rag.evaluation.speed.shapes import SHAPES, random_model
 from qcfuse_rag.evaluation.speed.tables import terminal_tables
 from qcfuse_rag.evaluation.speed.tiers import ThrottledStore
 from qcfuse_rag.fusion.pipeline import prefill
-from qcfuse_rag.models.weight_formats import HeldFormat, round_weights
+from qcfuse_rag.models.weights.formats import HeldFormat, round_weights
 from qcfuse_rag.runtime.costs import Costs
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.loading.load_time import LoadTimes

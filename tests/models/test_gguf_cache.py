@@ -19,11 +19,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qcfuse_rag.errors import ModelNotFound
-from qcfuse_rag.models import gguf_cache, gguf_tensors, kept_hash, kept_result, load
+from qcfuse_rag.models import gguf_cache, kept_hash, kept_result, load
 from qcfuse_rag.models.gguf_cache import CACHED_GGUF_FUNCTIONS, SWITCH, cached_gguf_header
 from qcfuse_rag.models.load import load_pretrained
-from qcfuse_rag.models.packed_checkpoint import TENSORS_FILE
-from qcfuse_rag.models.weight_formats import weight_format
+from qcfuse_rag.models.weights import gguf_tensors
+from qcfuse_rag.models.weights.formats import weight_format
+from qcfuse_rag.models.weights.packed_checkpoint import TENSORS_FILE
 from qcfuse_rag.runtime.language_model import LanguageModel
 from tests.support.cases import cases
 from tests.support.passages import QUESTION

@@ -15,7 +15,7 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.models import load
 from qcfuse_rag.models.gguf_cache import SWITCH
 from qcfuse_rag.models.load import load_pretrained
-from qcfuse_rag.models.weight_formats import LINEARS, HeldFormat, round_weights
+from qcfuse_rag.models.weights.formats import LINEARS, HeldFormat, round_weights
 
 pytestmark = pytest.mark.real
 

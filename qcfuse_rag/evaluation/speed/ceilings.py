@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qcfuse_rag.models.fingerprint import plain_parts
-from qcfuse_rag.models.packed_linear import PackedLinear
+from qcfuse_rag.models.weights.packed_linear import PackedLinear
 from qcfuse_rag.runtime.device import finish, timed
 from qcfuse_rag.runtime.language_model import LanguageModel
 

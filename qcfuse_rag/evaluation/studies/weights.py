@@ -17,7 +17,7 @@ from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.evaluation.speed.ceilings import take_turns
 from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model
-from qcfuse_rag.models.weight_formats import LINEARS, round_weights
+from qcfuse_rag.models.weights.formats import LINEARS, round_weights
 
 CONTEXT = 256
 """Tokens in front of the rows that are timed, where these are fewer than a prompt."""

@@ -1,8 +1,8 @@
 """Linear layers with int8 weights, for CPUs: a quarter of float32's bytes, and faster products of few rows.
 
 Products are those of oneDNN on processors with VNNI or AMX instructions, which are some twice as fast there, and of
-FBGEMM on others, see `models.int8_products`. Without VNNI, FBGEMM adds pairs of products in 16 bits, so activations may
-have 7 bits.
+FBGEMM on others (`models.weights.int8_products`). Without VNNI, FBGEMM adds pairs of products in 16 bits, so
+activations may have 7 bits.
 
 Weights have a scale for each output channel. Activations have a scale for each token and two 7-bit numbers for each
 channel, 13 bits in all: `scale * (high + low / 126)`. With eight bits, the tiny differences between two ways to add up
@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from qcfuse_rag.models.int8_products import Int8Weights, packed_class
-from qcfuse_rag.models.packed_linear import PackedLinear
+from qcfuse_rag.models.weights.int8_products import Int8Weights, packed_class
+from qcfuse_rag.models.weights.packed_linear import PackedLinear
 
 LARGEST_WEIGHT = 127
 """Largest stored weight; -128 is not used, so that ranges are symmetric."""

@@ -14,14 +14,15 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.engine.exactness_check import INT8_TOLERANCE, measure_exactness
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
-from qcfuse_rag.models import int8_linear, load, packed_linear
-from qcfuse_rag.models.float16_linear import Float16Linear
-from qcfuse_rag.models.int8_linear import BLOCK_ROWS, Int8Linear
-from qcfuse_rag.models.int8_products import FbgemmWeights, OnednnWeights, has_vnni, packed_class
+from qcfuse_rag.models import load
 from qcfuse_rag.models.load import load_pretrained
-from qcfuse_rag.models.packed_checkpoint import load_packed, save_packed
-from qcfuse_rag.models.packed_linear import PackedLinear
-from qcfuse_rag.models.weight_formats import LINEARS, HeldFormat, choose_weight_format, round_weights, weight_format
+from qcfuse_rag.models.weights import int8_linear, packed_linear
+from qcfuse_rag.models.weights.float16_linear import Float16Linear
+from qcfuse_rag.models.weights.formats import LINEARS, HeldFormat, choose_weight_format, round_weights, weight_format
+from qcfuse_rag.models.weights.int8_linear import BLOCK_ROWS, Int8Linear
+from qcfuse_rag.models.weights.int8_products import FbgemmWeights, OnednnWeights, has_vnni, packed_class
+from qcfuse_rag.models.weights.packed_checkpoint import load_packed, save_packed
+from qcfuse_rag.models.weights.packed_linear import PackedLinear
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND
 from tests.support import references

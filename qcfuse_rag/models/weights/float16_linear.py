@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qcfuse_rag.models.packed_linear import PackedLinear
+from qcfuse_rag.models.weights.packed_linear import PackedLinear
 
 
 class Float16Linear(PackedLinear):

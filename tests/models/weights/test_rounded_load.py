@@ -14,15 +14,16 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.models import gguf_tensors, load
+from qcfuse_rag.models import load
 from qcfuse_rag.models.fingerprint import _state
-from qcfuse_rag.models.float16_linear import Float16Linear
 from qcfuse_rag.models.gguf_cache import SWITCH
 from qcfuse_rag.models.load import load_pretrained
-from qcfuse_rag.models.packed_checkpoint import packed_bytes
-from qcfuse_rag.models.rounded_load import ONE_AT_A_TIME, rounding_while_loading
-from qcfuse_rag.models.weight_formats import LINEARS, HeldFormat, round_weights, weight_format
-from tests.models.test_weight_formats import FAMILY_CASES, WITH_EXPERTS
+from qcfuse_rag.models.weights import gguf_tensors
+from qcfuse_rag.models.weights.float16_linear import Float16Linear
+from qcfuse_rag.models.weights.formats import LINEARS, HeldFormat, round_weights, weight_format
+from qcfuse_rag.models.weights.packed_checkpoint import packed_bytes
+from qcfuse_rag.models.weights.rounded_load import ONE_AT_A_TIME, rounding_while_loading
+from tests.models.weights.test_formats import FAMILY_CASES, WITH_EXPERTS
 from tests.support.cases import cases
 from tests.support.families import build_model
 

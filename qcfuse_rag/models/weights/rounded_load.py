@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from qcfuse_rag.models.weight_formats import HeldFormat, refuse_large_weight, round_module
+from qcfuse_rag.models.weights.formats import HeldFormat, refuse_large_weight, round_module
 
 ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable by which transformers reads a weight when its turn comes, not as many ahead as it can."""

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from qcfuse_rag.models.packed_linear import PackedLinear
-from qcfuse_rag.models.weight_formats import HeldFormat, round_weights
+from qcfuse_rag.models.weights.formats import HeldFormat, round_weights
+from qcfuse_rag.models.weights.packed_linear import PackedLinear
 
 TENSORS_FILE = "packed.safetensors"
 """Its metadata name the tensors that share the memory of another tensor, and that tensor."""

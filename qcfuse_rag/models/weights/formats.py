@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
-from qcfuse_rag.models.float16_linear import Float16Linear
-from qcfuse_rag.models.int8_linear import Int8Linear, round_to_int8
-from qcfuse_rag.models.packed_linear import PackedLinear
+from qcfuse_rag.models.weights.float16_linear import Float16Linear
+from qcfuse_rag.models.weights.int8_linear import Int8Linear, round_to_int8
+from qcfuse_rag.models.weights.packed_linear import PackedLinear
 
 if TYPE_CHECKING:  # fingerprints, and so stores, import this without a model; transformers imports slowly
     from transformers import PreTrainedModel
