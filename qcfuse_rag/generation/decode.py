@@ -31,6 +31,7 @@ class Generation:
         decode_s: seconds from the first token's logits to the last token.
         healing: what healing did; None for answers that are not healed.
         logprobs: of the tokens, one for each id; None if the request asked for none.
+        passes: number of passes that computed rows of the answer's tokens; fewer than tokens where drafts were right.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Generation:
     decode_s: float
     healing: HealingReport | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    passes: int = 0
 
     @property
     def verified_upto(self) -> int | None:
@@ -53,6 +55,7 @@ class Generation:
             "tokens": len(self.ids),
             "finish_reason": self.finish_reason,
             "decode_s": self.decode_s,
+            "passes": self.passes,
             "usage": asdict(self.usage),
             "verified_upto": self.verified_upto,
             "healing": None if self.healing is None else asdict(self.healing),
@@ -161,5 +164,5 @@ def finished_answer(decoder: AnswerDecoder, report: FusionReport, decode_s: floa
     assert reason is not None
     decoder.retain()
     return Generation(
-        answer.text, tuple(answer.ids), reason, report, decode_s, decoder.report(), logprobs=decoder.logprobs
+        answer.text, tuple(answer.ids), reason, report, decode_s, decoder.report(), decoder.logprobs, decoder.passes
     )

@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import traceback
+from collections import deque
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from qcfuse_rag.fusion.healing import Healing, Mask
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.grammar import Constraint
 from qcfuse_rag.generation.logprobs import TokenLogprob, token_logprob
+from qcfuse_rag.generation.prompt_lookup import prompt_lookup
 from qcfuse_rag.generation.sampling import Fidelity, Sampler, SamplingParams
 from qcfuse_rag.generation.stop_criteria import FinishReason, PartialAnswer
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.forward import forward_logits
+from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 
 LOG = logging.getLogger(__name__)
@@ -66,6 +71,8 @@ class AnswerDecoder:
     An answer that is sampled, has penalties or follows a grammar is not drafted: its first token comes when the prompt
     is healed.
 
+    With `fast`, tokens are drafted by prompt lookup where that is faster, see `generation.prompt_lookup`.
+
     Args:
         runner: the model.
         prefilled: the prompt.
@@ -75,6 +82,7 @@ class AnswerDecoder:
     Attributes:
         answer: the tokens so far and their text; while it is held back, the draft.
         holds_back: whether the answer is a draft that waits for verification.
+        passes: number of passes that have computed rows of the answer's tokens.
     """
 
     def __init__(self, runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> None:
@@ -87,6 +95,11 @@ class AnswerDecoder:
         self._reason: str | None = None
         self.answer = PartialAnswer(runner.lm, params)
         self.holds_back = False
+        self.passes = 0
+        self._lookup = None
+        self._ahead: deque[tuple[int, Tensor]] = deque()  # drafted tokens with the logits after them
+        if params.fidelity == "fast":
+            self._lookup = prompt_lookup(runner.lm, prefilled.prompt.ids, params.prompt_lookup_num_tokens)
         attended = ATTENDED if params.fidelity == "heal" else 0.0
         self._healing = None if params.fidelity == "fast" else Healing(runner, prefilled, attended, mask=self._mask())
         left = len(prefilled.prompt) - prefilled.exact_tokens
@@ -182,28 +195,32 @@ class AnswerDecoder:
         token = self._sampler(self._logits, self._prefilled.prompt.ids, self.answer.ids)
         if not self.holds_back:
             self._note_logprob(self._logits, token)
-        self._logits = None
+        self._logits = self._logits_behind(token)
         piece = self.answer.push(token)
         return text if self.holds_back else text + piece
 
     def compute(self) -> None:
-        """Compute the last token's row, with rows to heal beside it in the same pass; or heal, if no row comes next."""
+        """Compute the last token's row, and rows to heal or of a draft in the same pass; or heal, if no row is next."""
         if not self.steps:
-            return self.heal(ROWS_PER_PASS)
+            return self.heal(ROWS_PER_PASS) if self._healing is not None else None
         if self.heals and (len(self.answer.ids) - 1) % self._interval == 0:
             assert self._healing is not None
             try:
                 self._logits = self._healing.step(self.answer.ids, self._rows_beside(self._healing))
+                self.passes += 1
                 return None
             except Exception as error:
                 self._survive(error)
-        if self._logits is None:
+        if draft := self._draft():
+            self._compute_draft(draft)
+        elif self._logits is None:
             self.take_logits(self._runner.decodes([self.answer.ids[-1]], [self.position], [self.buffer])[0])
         return None
 
     def take_logits(self, logits: Tensor) -> None:
         """Take the logits after the last token from a decode step that healed nothing."""
         self._logits = logits
+        self.passes += 1
         if self._healing is not None:
             self._healing.note_step(self.answer.ids, logits)
 
@@ -220,6 +237,28 @@ class AnswerDecoder:
                 self._verify(healing)
         except Exception as error:
             self._survive(error)
+
+    def _draft(self) -> list[int]:
+        """Return tokens that are likely to follow the last one; none if nothing is known or rows cost too much."""
+        if self._lookup is None:
+            return []
+        return self._lookup.draft(self.answer.ids, self._params.max_new_tokens - len(self.answer.ids) - 1)
+
+    def _compute_draft(self, draft: list[int]) -> None:
+        """Compute the rows of the last token and of a draft behind it; later rows replace those of wrong tokens."""
+        self.passes += 1
+        lm, ids = self._runner.lm, [self.answer.ids[-1], *draft]
+        plan = RowsPlan.between(self.position, self.position + len(ids), lm.device, lm.sliding)
+        self._logits, *behind = forward_logits(lm, torch.tensor(ids, device=lm.device), plan, self.buffer)
+        self._ahead.extend(zip(draft, behind, strict=True))
+
+    def _logits_behind(self, token: int) -> Tensor | None:
+        """Return the logits after a token if it is the next of the draft; otherwise drop the draft."""
+        if self._ahead and self._ahead[0][0] == token and self._lookup is not None:
+            self._lookup.accept()
+            return self._ahead.popleft()[1]
+        self._ahead.clear()
+        return None
 
     @property
     def _is_drafted(self) -> bool:

@@ -55,6 +55,8 @@ class SamplingParams:
             then recomputes the prompt before the first token.
         logprobs: how many of the likeliest tokens to report for every token of the answer, beside the token itself, see
             `generation.logprobs`; None reports nothing.
+        prompt_lookup_num_tokens: most tokens to draft from the prompt at a time, see `generation.prompt_lookup`; None
+            chooses it on a CPU, 0 drafts nothing.
         slowdown: most that `heal` may slow an answer's tokens on average, as a share of their time; 0.1 is 10 %.
     """
 
@@ -74,6 +76,7 @@ class SamplingParams:
     fidelity: Fidelity = "fast"
     slowdown: float = 0.1
     logprobs: int | None = None
+    prompt_lookup_num_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -99,6 +102,8 @@ class SamplingParams:
             raise ValueError(f"slowdown must not be negative, got {self.slowdown}")
         if self.logprobs is not None and self.logprobs < 0:
             raise ValueError(f"logprobs must not be negative, got {self.logprobs}")
+        if self.prompt_lookup_num_tokens is not None and self.prompt_lookup_num_tokens < 0:
+            raise ValueError(f"prompt_lookup_num_tokens must not be negative, got {self.prompt_lookup_num_tokens}")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop must be a sequence of non-empty strings, got {self.stop!r}")
 
