@@ -28,6 +28,7 @@ STUDIES = {
     "loading": "Compare loading during the computation with loading before it.",
     "overhead": "Measure the share of CPU time outside matrix products and attention.",
     "probe-layers": "Compare the layers that the probe of `auto` may look at.",
+    "prompt-lookup": "Compare prompt lookup decoding with plain steps: passes, seconds, answers.",
     "quantization": "Compare caches in int8 and fp8 with those in the model's own dtype.",
     "trace": "Count what recorded chat requests would reuse.",
     "variants": "Compare `auto` with variants of its parts.",
