@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qcfuse_rag.verification.sweep import RATIOS
 from tests.support.cli import Run
 
 SMALL = ("--size", 1, "--tokens", 1200, "--device", "cpu")
@@ -34,7 +35,7 @@ def test_the_table_has_a_row_for_each_ratio_that_was_tried(run: Run, model_folde
     code, out, _ = run("verify", "--model", model_folder, *SMALL, "--kl", 0)
     assert code == 1
     rows = [line for line in out.splitlines() if line.startswith("│ ratio")]
-    assert [row.split()[2] for row in rows] == ["0.05", "0.1", "0.15", "0.2", "0.3", "0.5"]
+    assert [row.split()[2] for row in rows] == [f"{ratio:g}" for ratio in RATIOS]
     assert all("failed" in row for row in rows)
     for column in ("kl", "top-1", "identical", "needle", "multi-hop"):
         assert column in out
