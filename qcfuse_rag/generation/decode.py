@@ -31,7 +31,7 @@ class Generation:
         decode_s: seconds from the first token's logits to the last token.
         healing: what healing did; None for answers that are not healed.
         logprobs: of the tokens, one for each id; None if the request asked for none.
-        passes: number of passes that computed rows of the answer's tokens; fewer than tokens where drafts were right.
+        passes: number of passes over the answer's tokens; fewer than tokens where candidates were right.
     """
 
     text: str

@@ -71,7 +71,7 @@ class AnswerDecoder:
     An answer that is sampled, has penalties or follows a grammar is not drafted: its first token comes when the prompt
     is healed.
 
-    With `fast`, tokens are drafted by prompt lookup where that is faster, see `generation.prompt_lookup`.
+    With `fast`, the rows of candidates for the next tokens are computed beside steps, see `generation.prompt_lookup`.
 
     Args:
         runner: the model.
@@ -97,7 +97,7 @@ class AnswerDecoder:
         self.holds_back = False
         self.passes = 0
         self._lookup = None
-        self._ahead: deque[tuple[int, Tensor]] = deque()  # drafted tokens with the logits after them
+        self._ahead: deque[tuple[int, Tensor]] = deque()  # candidates with the logits after them
         if params.fidelity == "fast":
             self._lookup = prompt_lookup(runner.lm, prefilled.prompt.ids, params.prompt_lookup_num_tokens)
         attended = ATTENDED if params.fidelity == "heal" else 0.0
@@ -200,7 +200,7 @@ class AnswerDecoder:
         return text if self.holds_back else text + piece
 
     def compute(self) -> None:
-        """Compute the last token's row, and rows to heal or of a draft in the same pass; or heal, if no row is next."""
+        """Compute the last token's row, with rows to heal or of candidates; or heal, if no row comes next."""
         if not self.steps:
             return self.heal(ROWS_PER_PASS) if self._healing is not None else None
         if self.heals and (len(self.answer.ids) - 1) % self._interval == 0:
@@ -211,8 +211,8 @@ class AnswerDecoder:
                 return None
             except Exception as error:
                 self._survive(error)
-        if draft := self._draft():
-            self._compute_draft(draft)
+        if candidates := self._candidates():
+            self._compute_candidates(candidates)
         elif self._logits is None:
             self.take_logits(self._runner.decodes([self.answer.ids[-1]], [self.position], [self.buffer])[0])
         return None
@@ -238,22 +238,22 @@ class AnswerDecoder:
         except Exception as error:
             self._survive(error)
 
-    def _draft(self) -> list[int]:
-        """Return tokens that are likely to follow the last one; none if nothing is known or rows cost too much."""
+    def _candidates(self) -> list[int]:
+        """Return tokens that may follow the last one; none if nothing is known or rows cost too much."""
         if self._lookup is None:
             return []
-        return self._lookup.draft(self.answer.ids, self._params.max_new_tokens - len(self.answer.ids) - 1)
+        return self._lookup.candidates(self.answer.ids, self._params.max_new_tokens - len(self.answer.ids) - 1)
 
-    def _compute_draft(self, draft: list[int]) -> None:
-        """Compute the rows of the last token and of a draft behind it; later rows replace those of wrong tokens."""
+    def _compute_candidates(self, candidates: list[int]) -> None:
+        """Compute the rows of the last token and of candidates behind it; later rows replace those of wrong ones."""
         self.passes += 1
-        lm, ids = self._runner.lm, [self.answer.ids[-1], *draft]
+        lm, ids = self._runner.lm, [self.answer.ids[-1], *candidates]
         plan = RowsPlan.between(self.position, self.position + len(ids), lm.device, lm.sliding)
         self._logits, *behind = forward_logits(lm, torch.tensor(ids, device=lm.device), plan, self.buffer)
-        self._ahead.extend(zip(draft, behind, strict=True))
+        self._ahead.extend(zip(candidates, behind, strict=True))
 
     def _logits_behind(self, token: int) -> Tensor | None:
-        """Return the logits after a token if it is the next of the draft; otherwise drop the draft."""
+        """Return the logits after a token if it is the next candidate; otherwise drop all candidates."""
         if self._ahead and self._ahead[0][0] == token and self._lookup is not None:
             self._lookup.accept()
             return self._ahead.popleft()[1]

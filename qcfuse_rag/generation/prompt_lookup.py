@@ -1,11 +1,11 @@
-"""Prompt lookup decoding (Saxena, 2023): draft an answer's tokens from what followed its last tokens before.
+"""Prompt lookup decoding (Saxena, 2023): guess an answer's next tokens from what followed its last tokens before.
 
 Answers over passages copy names, numbers and phrases of them. One pass computes the row of the last token and those of
-a draft, so drafted tokens that are chosen need no pass of their own. Tokens are chosen from the same logits as without
-drafts, but for the rounding of passes with other numbers of rows.
+some candidates behind it, so candidates that are chosen need no pass of their own. Tokens are chosen from the same
+logits as without candidates, but for the rounding of passes with other numbers of rows.
 
-A row beside a decode step costs a share of the step, see `row_cost`. A draft is made while accepted tokens pay for the
-rows: steps save up a tenth of their time, at most `CREDIT` steps, and that is the most that drafts may lose.
+A row beside a decode step costs a share of the step, see `row_cost`. There are candidates while chosen ones pay for the
+rows: steps save up a tenth of their time, at most `CREDIT` steps, and that is the most that candidates may lose.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 NGRAM_SIZES = (3, 2)
 """Numbers of last tokens that are looked up, the longest first."""
 CREDIT, SAVED = 2.0, 0.1
-"""Steps that drafts may lose at first, and the share of a step that each step without a draft adds to that."""
+"""Steps that candidates may lose at first, and the share of a step that each step without them adds to that."""
 ROW_COST, BFLOAT16_ROW_COST = 0.2, 0.04
 """Time of a further row over that of a step on a CPU: products in bfloat16 take hardly longer for eight rows."""
 LONGEST_COST = 0.6
-"""Time of the longest draft over that of a step; with cheap rows a draft has at most `MAX_TOKENS`."""
+"""Time of the most candidates over that of a step; with cheap rows there are at most `MAX_TOKENS`."""
 MAX_TOKENS = 7
 
 
 class PromptLookup:
-    """Drafts the next tokens of one answer.
+    """Guesses the next tokens of one answer.
 
     Args:
         prompt: token ids of the prompt.
-        max_tokens: most tokens of a draft.
+        max_tokens: most candidates of a pass.
         row_cost: time of a row beside a step over the time of the step.
     """
 
@@ -43,24 +43,27 @@ class PromptLookup:
         self._max_tokens, self._row_cost, self._balance = max_tokens, row_cost, CREDIT
         self._behind: dict[tuple[int, ...], int] = {}
 
-    def draft(self, answer: Sequence[int], limit: int) -> list[int]:
-        """Return what followed the last tokens where they last stood; empty if nowhere, or if drafts do not pay.
+    def candidates(self, answer: Sequence[int], limit: int) -> list[int]:
+        """Return what followed the last tokens where they last stood; empty if nowhere, or if candidates do not pay.
 
         Args:
             answer: token ids so far; those of the call before are their beginning.
-            limit: most tokens to draft.
+            limit: most candidates.
         """
         self._ids += answer[len(self._ids) - self._prompt_tokens :]
         self._learn()
         limit = min(limit, self._max_tokens, int(self._balance / self._row_cost))
         found = (self._behind.get(tuple(self._ids[-size:])) for size in NGRAM_SIZES)
         start = next((index for index in found if index is not None), None)
-        draft = [] if start is None or limit < 1 else self._ids[start : start + limit]
-        self._balance = self._balance - self._row_cost * len(draft) if draft else min(CREDIT, self._balance + SAVED)
-        return draft
+        if start is None or limit < 1:
+            self._balance = min(CREDIT, self._balance + SAVED)
+            return []
+        candidates = self._ids[start : start + limit]
+        self._balance -= self._row_cost * len(candidates)
+        return candidates
 
     def accept(self) -> None:
-        """Note that a drafted token was chosen, which saves a step."""
+        """Note that a candidate was chosen, which saves a step."""
         self._balance = min(CREDIT, self._balance + 1)
 
     def _learn(self) -> None:
@@ -73,12 +76,12 @@ class PromptLookup:
 
 
 def prompt_lookup(lm: LanguageModel, prompt: Sequence[int], max_tokens: int | None) -> PromptLookup | None:
-    """Return the drafts of one answer; None on GPUs, whose steps are recorded for single rows.
+    """Return the lookup of one answer; None on GPUs, whose steps are recorded for single rows.
 
     Args:
         lm: the model.
         prompt: token ids of the prompt.
-        max_tokens: most tokens of a draft; None chooses by the cost of rows, 0 drafts nothing.
+        max_tokens: most candidates of a pass; None chooses by the cost of rows, 0 turns the lookup off.
     """
     if lm.device.type != "cpu" or max_tokens == 0:
         return None

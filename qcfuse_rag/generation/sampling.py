@@ -55,8 +55,8 @@ class SamplingParams:
             then recomputes the prompt before the first token.
         logprobs: how many of the likeliest tokens to report for every token of the answer, beside the token itself, see
             `generation.logprobs`; None reports nothing.
-        prompt_lookup_num_tokens: most tokens to draft from the prompt at a time, see `generation.prompt_lookup`; None
-            chooses it on a CPU, 0 drafts nothing.
+        prompt_lookup_num_tokens: most candidates for the next tokens, see `generation.prompt_lookup`; None chooses
+            their number on a CPU, 0 does without.
         slowdown: most that `heal` may slow an answer's tokens on average, as a share of their time; 0.1 is 10 %.
     """
 

@@ -485,7 +485,7 @@ def test_parts_take_the_time_that_is_set(engine: FusionEngine, monkeypatch: pyte
 
 def test_answers_go_on_while_a_long_prompt_is_prefilled(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
-    undrafted = replace(LONG, prompt_lookup_num_tokens=0)
+    by_steps = replace(LONG, prompt_lookup_num_tokens=0)
     short, long, full = engine.prompt("Why?"), engine.prompt(QUESTION, PASSAGES), make_method("full")
     expected = [engine.generate(one, LONG, method=full).ids for one in (short, long)]
 
@@ -496,7 +496,7 @@ def test_answers_go_on_while_a_long_prompt_is_prefilled(engine: FusionEngine, mo
     monkeypatch.setattr(step_graph, "forward_step", stepped)
     recorded = Recorded(engine, monkeypatch, rows=16)
     with Scheduler(engine, SchedulerSettings(steps=3)) as scheduler:
-        answers = [scheduler.submit(one, undrafted, method=full) for one in (short, long)]
+        answers = [scheduler.submit(one, by_steps, method=full) for one in (short, long)]
         assert [answer.result(timeout=60).ids for answer in answers] == expected
     parts = recorded.parts.count(long)
     assert [steps.count(part) for part in range(1, parts)] == [3] * (parts - 1), "steps between two parts"

@@ -1,4 +1,4 @@
-"""Prompt lookup decoding: the same tokens in fewer passes, and a bounded loss where drafts are wrong."""
+"""Prompt lookup decoding: the same tokens in fewer passes, and a bounded loss where candidates are wrong."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from qcfuse_rag.store.key import hash_ids
 from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
-DRAFTED = SamplingParams(max_new_tokens=40)
-UNDRAFTED = replace(DRAFTED, prompt_lookup_num_tokens=0)
+BY_LOOKUP = SamplingParams(max_new_tokens=40)
+BY_STEPS = replace(BY_LOOKUP, prompt_lookup_num_tokens=0)
 COST = 0.1
 
 
@@ -28,27 +28,27 @@ def engine(main_family: LanguageModel) -> FusionEngine:
     return make_warmed_engine(main_family)
 
 
-class TestDrafts:
-    """What is drafted."""
+class TestCandidates:
+    """Which tokens are guessed."""
 
     def test_the_longest_ngram_decides_and_then_the_last_place(self) -> None:
         lookup = PromptLookup([1, 2, 3, 4, 9, 2, 3, 5, 2, 3, 6], 2, COST)
-        assert lookup.draft([1, 2, 3], 9) == [4, 9]
+        assert lookup.candidates([1, 2, 3], 9) == [4, 9]
         lookup = PromptLookup([1, 2, 3, 4, 9, 2, 3, 5, 2, 3, 6], 2, COST)
-        assert lookup.draft([8, 2, 3], 9) == [6, 8]
+        assert lookup.candidates([8, 2, 3], 9) == [6, 8]
 
     def test_the_answer_is_looked_up_as_well(self) -> None:
         lookup = PromptLookup([1], 4, COST)
-        assert lookup.draft([5, 6], 9) == []
-        assert lookup.draft([5, 6, 7, 8, 5, 6], 9) == [7, 8, 5, 6]
+        assert lookup.candidates([5, 6], 9) == []
+        assert lookup.candidates([5, 6, 7, 8, 5, 6], 9) == [7, 8, 5, 6]
 
     @pytest.mark.parametrize("limit", [-1, 0, 1, 3])
     def test_the_limit_holds(self, limit: int) -> None:
-        assert len(PromptLookup([1, 2, 3, 4, 5, 6, 7], 5, COST).draft([1, 2], limit)) == max(0, limit)
+        assert len(PromptLookup([1, 2, 3, 4, 5, 6, 7], 5, COST).candidates([1, 2], limit)) == max(0, limit)
 
     @pytest.mark.parametrize("ids", [[], [1], [1, 2]])
-    def test_nothing_is_drafted_behind_few_tokens(self, ids: list[int]) -> None:
-        assert PromptLookup(ids, 5, COST).draft([3], 9) == []
+    def test_nothing_is_guessed_behind_few_tokens(self, ids: list[int]) -> None:
+        assert PromptLookup(ids, 5, COST).candidates([3], 9) == []
 
     def test_gpus_and_users_can_do_without(self, llama: LanguageModel) -> None:
         on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
@@ -57,17 +57,17 @@ class TestDrafts:
         assert prompt_lookup(llama, [1, 2], None) is not None
 
 
-def test_wrong_drafts_lose_two_steps_and_a_tenth_of_the_others() -> None:
+def test_wrong_candidates_lose_two_steps_and_a_tenth_of_the_others() -> None:
     lookup, rows, steps = PromptLookup([1, 2, 3, 4, 5, 6], 5, COST), 0, 400
     for count in range(steps):
-        rows += len(lookup.draft([1, 2] * (count + 1), 9))
+        rows += len(lookup.candidates([1, 2] * (count + 1), 9))
     assert 0 < rows * COST <= CREDIT + SAVED * steps
 
 
-def test_accepted_tokens_pay_for_drafts() -> None:
+def test_chosen_candidates_pay_for_the_others() -> None:
     lookup = PromptLookup([1, 2, 3, 4, 5, 6], 5, COST)
     for count in range(1, 400):
-        assert lookup.draft([1, 2] * count, 9), "one of at most five is right, and five cost half a step"
+        assert lookup.candidates([1, 2] * count, 9), "one of at most five is right, and five cost half a step"
         lookup.accept()
 
 
@@ -78,57 +78,57 @@ class TestAnswers:
     @pytest.mark.parametrize(
         "settings", [{}, {"temperature": 0.7, "seed": 3}, {"frequency_penalty": 0.2}, {"logprobs": 2}]
     )
-    def test_tokens_are_those_without_drafts(
+    def test_tokens_are_those_without_candidates(
         self, engine: FusionEngine, settings: dict[str, Any], max_new_tokens: int
     ) -> None:
         prompt = engine.prompt(QUESTION, PASSAGES)
-        plain, drafted = (
+        plain, looked_up = (
             engine.generate(prompt, replace(params, **settings, max_new_tokens=max_new_tokens))
-            for params in (UNDRAFTED, DRAFTED)
+            for params in (BY_STEPS, BY_LOOKUP)
         )
-        assert (drafted.ids, drafted.text, drafted.finish_reason) == (plain.ids, plain.text, plain.finish_reason)
+        assert (looked_up.ids, looked_up.text, looked_up.finish_reason) == (plain.ids, plain.text, plain.finish_reason)
         assert plain.passes == len(plain.ids) - 1
-        assert drafted.passes <= plain.passes
-        for one, other in zip(drafted.logprobs or (), plain.logprobs or (), strict=True):
+        assert looked_up.passes <= plain.passes
+        for one, other in zip(looked_up.logprobs or (), plain.logprobs or (), strict=True):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
-    def test_right_drafts_need_one_pass(self, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_right_candidates_need_one_pass(self, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         prompt = engine.prompt(QUESTION, PASSAGES)
-        plain = engine.generate(prompt, UNDRAFTED)
-        give_drafts(monkeypatch, lambda answer: plain.ids[len(answer) :][:7])
-        drafted = engine.generate(prompt, DRAFTED)
-        assert drafted.ids == plain.ids
-        assert drafted.passes == -(-(len(plain.ids) - 1) // 8)
+        plain = engine.generate(prompt, BY_STEPS)
+        give_candidates(monkeypatch, lambda answer: plain.ids[len(answer) :][:7])
+        looked_up = engine.generate(prompt, BY_LOOKUP)
+        assert looked_up.ids == plain.ids
+        assert looked_up.passes == -(-(len(plain.ids) - 1) // 8)
 
-    def test_rows_of_wrong_drafts_are_not_read(self, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rows_of_wrong_candidates_are_not_read(self, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         prompt = engine.prompt(QUESTION, PASSAGES)
-        plain = engine.stream(prompt, UNDRAFTED)
+        plain = engine.stream(prompt, BY_STEPS)
         ids = plain.result().ids
-        give_drafts(monkeypatch, lambda answer: [*ids[len(answer) :][:1], 7, 7, 7])
-        drafted = engine.stream(prompt, DRAFTED)
-        assert drafted.result().ids == ids
+        give_candidates(monkeypatch, lambda answer: [*ids[len(answer) :][:1], 7, 7, 7])
+        looked_up = engine.stream(prompt, BY_LOOKUP)
+        assert looked_up.result().ids == ids
         known = len(prompt) + len(ids) - 1
-        for ours, theirs in zip(drafted.prefilled.buffer.keys, plain.prefilled.buffer.keys, strict=True):
+        for ours, theirs in zip(looked_up.prefilled.buffer.keys, plain.prefilled.buffer.keys, strict=True):
             assert torch.allclose(ours[:, :, :known], theirs[:, :, :known], atol=1e-4)
 
-    def test_a_calibrated_answer_is_drafted_alike(self, engine: FusionEngine) -> None:
+    def test_a_calibrated_answer_is_the_same(self, engine: FusionEngine) -> None:
         n_heads, n_layers = engine.lm.model.config.num_attention_heads, engine.lm.n_layers
         biases = Calibration(((0.5,) * n_heads,) * n_layers, hash_ids(engine.prompts.prefix_ids))
         method, prompt = replace(make_method("reuse"), calibration=biases), engine.prompt(QUESTION, PASSAGES)
-        drafted, plain = (engine.generate(prompt, params, method=method) for params in (DRAFTED, UNDRAFTED))
-        assert drafted.ids == plain.ids
+        looked_up, plain = (engine.generate(prompt, params, method=method) for params in (BY_LOOKUP, BY_STEPS))
+        assert looked_up.ids == plain.ids
 
     @pytest.mark.parametrize("others", [0, 1, 3])
     def test_served_answers_are_the_same_alone_and_among_others(self, engine: FusionEngine, others: int) -> None:
         prompts = [engine.prompt(question, PASSAGES) for question in (QUESTION, "Why?", "Who?", "When?")[: others + 1]]
-        expected = [engine.generate(prompt, UNDRAFTED).ids for prompt in prompts]
+        expected = [engine.generate(prompt, BY_STEPS).ids for prompt in prompts]
         with Scheduler(engine) as scheduler:
-            answers = [scheduler.submit(prompt, DRAFTED) for prompt in prompts]
+            answers = [scheduler.submit(prompt, BY_LOOKUP) for prompt in prompts]
             assert [answer.result(60).ids for answer in answers] == expected
 
 
-def give_drafts(monkeypatch: pytest.MonkeyPatch, draft: Callable[[Sequence[int]], Sequence[int]]) -> None:
-    monkeypatch.setattr(PromptLookup, "draft", lambda self, answer, limit: list(draft(answer))[: max(0, limit)])
+def give_candidates(monkeypatch: pytest.MonkeyPatch, guess: Callable[[Sequence[int]], Sequence[int]]) -> None:
+    monkeypatch.setattr(PromptLookup, "candidates", lambda self, answer, limit: list(guess(answer))[: max(0, limit)])
 
 
 @pytest.mark.parametrize("number", [-1, -7])

@@ -130,7 +130,7 @@ def _engine_sides(
     engine: FusionEngine, texts: Sequence[str], methods: Sequence[Configuration], length: int
 ) -> dict[str, Callable[[], float]]:
     prompt = engine.prompt(questions()[0].question, texts)
-    # Answers beyond their end repeat themselves, and drafts of repetitions are right more often than those of answers.
+    # Answers beyond their end repeat themselves, and candidates of prompt lookup would be right too often.
     params = SamplingParams(max_new_tokens=length, prompt_lookup_num_tokens=0)
 
     def answer(configuration: Configuration) -> float:

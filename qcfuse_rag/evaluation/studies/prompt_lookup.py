@@ -26,7 +26,7 @@ def prompt_lookup(
     answer_tokens: int = 96,
     long_answers: bool = False,
 ) -> StudyResult:
-    """Answer each question with and without drafts, in turns; greedy answers end where the model ends them.
+    """Answer each question with and without candidates, in turns; greedy answers end where the model ends them.
 
     The demonstration's questions over the documents that MiniLM finds nearest, by `auto`; with `--long-answers` the
     questions that calibrations are fitted on, whose answers are longer. A first question, which is not counted, warms
