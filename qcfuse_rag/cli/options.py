@@ -41,7 +41,10 @@ Dtype = Annotated[
 ]
 Weights = Annotated[
     WeightsChoice | None,
-    Option(help="Format of weights: model (default), float16 or int8 (on CPUs), or auto: the fastest near the model."),
+    Option(
+        help="Format of weights: model (default), float16 or int8 (on CPUs), or auto: on a CPU the faster of bfloat16 "
+        "and float16."
+    ),
 ]
 Tenant = Annotated[
     str | None,

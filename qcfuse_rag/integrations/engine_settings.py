@@ -64,7 +64,7 @@ class EngineSettings(BaseModel):
     dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
     weights: WeightFormat = Field(
         default="model",
-        description="model: in the dtype; float16 or int8: rounded, on CPUs; auto: the fastest near the model.",
+        description="model: in the dtype; float16 or int8: rounded, on CPUs; auto: bfloat16 or float16 on a CPU.",
     )
     compiled: bool | None = Field(
         default=None, description="Compile kernels and record CUDA graphs when the model is loaded; None: on a GPU."

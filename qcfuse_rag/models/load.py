@@ -265,7 +265,7 @@ def _load_conversion(
 def _default_dtype(device: str, weights: HeldFormat) -> Any:
     if torch.device(device).type != "cpu":
         return "auto"
-    return chosen_cpu_dtype() if weights == "model" else torch.float32  # FBGEMM's products are in float32
+    return chosen_cpu_dtype() if weights == "model" else torch.float32  # the formats' products are in float32
 
 
 def _is_bfloat16(device: str, asked: torch.dtype | None) -> bool:

@@ -487,7 +487,7 @@ def test_answers_go_on_while_a_long_prompt_is_prefilled(engine: FusionEngine, mo
     steps: list[int] = []
     by_steps = replace(LONG, prompt_lookup_num_tokens=0)
     short, long, full = engine.prompt("Why?"), engine.prompt(QUESTION, PASSAGES), make_method("full")
-    expected = [engine.generate(one, LONG, method=full).ids for one in (short, long)]
+    expected = [engine.generate(prompt, LONG, method=full).ids for prompt in (short, long)]
 
     def stepped(lm: Any, tokens: Any, positions: list[int], buffers: Any) -> Any:
         steps.append(recorded.parts.count(long))
@@ -496,7 +496,7 @@ def test_answers_go_on_while_a_long_prompt_is_prefilled(engine: FusionEngine, mo
     monkeypatch.setattr(step_graph, "forward_step", stepped)
     recorded = Recorded(engine, monkeypatch, rows=16)
     with Scheduler(engine, SchedulerSettings(steps=3)) as scheduler:
-        answers = [scheduler.submit(one, by_steps, method=full) for one in (short, long)]
+        answers = [scheduler.submit(prompt, by_steps, method=full) for prompt in (short, long)]
         assert [answer.result(timeout=60).ids for answer in answers] == expected
     parts = recorded.parts.count(long)
     assert [steps.count(part) for part in range(1, parts)] == [3] * (parts - 1), "steps between two parts"

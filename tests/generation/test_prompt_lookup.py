@@ -89,8 +89,8 @@ class TestAnswers:
         assert (looked_up.ids, looked_up.text, looked_up.finish_reason) == (plain.ids, plain.text, plain.finish_reason)
         assert plain.passes == len(plain.ids) - 1
         assert looked_up.passes <= plain.passes
-        for one, other in zip(looked_up.logprobs or (), plain.logprobs or (), strict=True):
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        for ours, theirs in zip(looked_up.logprobs or (), plain.logprobs or (), strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
     def test_right_candidates_need_one_pass(self, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         prompt = engine.prompt(QUESTION, PASSAGES)

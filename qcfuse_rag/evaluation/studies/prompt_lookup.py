@@ -14,7 +14,6 @@ from qcfuse_rag.generation.decode import Generation, TextStream
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.verification.checks import Case, fit_cases
-from qcfuse_rag.verification.samples import Sample
 
 
 def prompt_lookup(
@@ -37,14 +36,16 @@ def prompt_lookup(
         "steps": SamplingParams(max_new_tokens=answer_tokens, prompt_lookup_num_tokens=0),
         "prompt lookup": SamplingParams(max_new_tokens=answer_tokens),
     }
-    samples: Sequence[Case | Sample] = demo_questions(top_k, size + 1)
     if long_answers:
-        samples = fit_cases(list(corpus().values()), size + 1)
+        cases = fit_cases(list(corpus().values()), size + 1)
+    else:
+        samples = demo_questions(top_k, size + 1)
+        cases = [Case(sample.question, sample.passages, answer_tokens) for sample in samples]
     answers: dict[str, list[Generation]] = {side: [] for side in sides}
     with load_engine(model) as engine:
-        for index, sample in enumerate(run.track(samples)):
-            engine.warm(sample.passages)
-            prompt = engine.prompt(sample.question, sample.passages)
+        for index, case in enumerate(run.track(cases)):
+            engine.warm(case.passages)
+            prompt = engine.prompt(case.question, case.passages)
             for side, params in sides.items():
                 prefilled = engine.prefill(prompt, method=method, answer_tokens=answer_tokens)
                 answer = TextStream(engine.runner, prefilled, params).result()
@@ -54,7 +55,7 @@ def prompt_lookup(
     if not any(len(answer.ids) > 1 for answer in answers["steps"]):
         raise QCFuseError("no answer has more than one token; ask more questions")
     rows = {side: _totals(generations) for side, generations in answers.items()}
-    same = sum(one.ids == other.ids for one, other in zip(answers["steps"], answers["prompt lookup"], strict=True))
+    same = sum(plain.ids == looked_up.ids for plain, looked_up in zip(*answers.values(), strict=True))
     table = Table("", "tokens", "passes", "tokens a pass", "ms a token")
     for side, row in rows.items():
         figures = (f"{row['tokens'] / row['passes']:.2f}", f"{1000 * row['seconds'] / row['tokens']:.1f}")

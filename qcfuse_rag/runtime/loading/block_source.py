@@ -54,7 +54,7 @@ class BlockSource:
 
     @property
     def joins_layers(self) -> bool:
-        """Whether a launch may place several layers.
+        """Whether several layers may be placed by the same launch.
 
         Without a placement kernel no launch is saved, and keys are best placed just before they are used. Low-rank
         blocks grow to full size when they are placed, and there is memory for one layer of those.

@@ -44,7 +44,7 @@ class LayerSource(Protocol):
 
     @property
     def joins_layers(self) -> bool:
-        """Whether a launch may place several layers."""
+        """Whether several layers may be placed by the same launch."""
 
     def read(self, layers: range) -> SentLayers:
         """Read the blocks of some layers and start to send them; the reading thread calls it.
