@@ -161,6 +161,14 @@ def ask(page: Page, question: str = QUESTION) -> Any:
     return turn
 
 
+def open_passages(turn: Any) -> Any:
+    """Open the passages of an answer and return them; a browser reports the opening in a later task."""
+    turn.get_by_text("Passages and recomputed tokens").first.click()
+    passages = turn.locator(".part.from-chunk")
+    passages.first.wait_for()
+    return passages
+
+
 def test_an_answer_streams_beside_its_clock_and_says_what_was_reused(page: Page) -> None:
     turn = ask(page)
     assert turn.locator("h3").inner_text() == QUESTION
@@ -175,8 +183,7 @@ def test_an_answer_streams_beside_its_clock_and_says_what_was_reused(page: Page)
 
 def test_recomputed_tokens_are_shaded(page: Page) -> None:
     turn = ask(page)
-    turn.get_by_text("Passages and recomputed tokens").click()
-    passages = turn.locator(".part.from-chunk")
+    passages = open_passages(turn)
     assert passages.count() == len(PASSAGES)
     assert {passages.nth(index).locator(".text").inner_text().strip() for index in range(3)} == set(PASSAGES)
     headings = passages.locator("summary").all_inner_texts()
@@ -265,8 +272,7 @@ def test_documents_are_warmed_listed_answered_from_and_removed(page: Page) -> No
     page.get_by_text("harbour.md was warmed: 1 passage.").wait_for()
     page.get_by_text("4 documents").wait_for()
     turn = ask(page, "Where does the harbour master live?")
-    turn.get_by_text("Passages and recomputed tokens").click()
-    assert HARBOUR in turn.locator(".part.from-chunk .text").all_inner_texts()[0]
+    assert HARBOUR in open_passages(turn).locator(".text").all_inner_texts()[0]
     page.get_by_role("button", name="Remove harbour.md").click()
     page.get_by_text("harbour.md was removed.").wait_for()
     page.get_by_text("3 documents").wait_for()
@@ -309,8 +315,7 @@ def test_texts_are_never_html(page: Page) -> None:
     page.get_by_role("button", name="Add the document").click()
     page.get_by_text("4 documents").wait_for()
     turn = ask(page, f"What did the harbour master write on the wall? {HOSTILE}")
-    turn.get_by_text("Passages and recomputed tokens").click()
-    assert HOSTILE in turn.locator(".part.from-chunk .text").all_inner_texts()[0]
+    assert HOSTILE in open_passages(turn).locator(".text").all_inner_texts()[0]
     assert HOSTILE in turn.locator("h3").inner_text()
     assert page.locator("img, #documents script, main script").count() == 0
     assert page.title() == "qcfuse-rag playground"
@@ -326,7 +331,7 @@ def test_all_text_is_readable_and_fits(browser: Any, address: str, scheme: str, 
         page.get_by_label("at most").fill("12")
         page.get_by_label("beside full prefill").check()
         turn = ask(page)
-        turn.get_by_text("Passages and recomputed tokens").first.click()
+        open_passages(turn)
         page.get_by_text("Paste text").click()
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         shown = page.evaluate(SHOWN_COLOURS)
