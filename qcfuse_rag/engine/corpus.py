@@ -17,7 +17,7 @@ from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.ingestion.capture_job import CaptureJob, CaptureSummary
 from qcfuse_rag.ingestion.neighbour_policy import NeighbourPolicy
 from qcfuse_rag.ingestion.neighbour_table import EnrichmentPlan
-from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS
+from qcfuse_rag.ingestion.primer import PRIMER, primer_ids
 from qcfuse_rag.ingestion.summary import WarmSummary
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, WarmJob, with_prerequisites
@@ -88,7 +88,8 @@ class Corpus:
 
     def __init__(self, lm: LanguageModel, store: KVStore, prompts: PromptBuilder, method: Method) -> None:
         self._lm, self._store, self._prompts = lm, store, prompts
-        self._target = PrefillTarget(lm, store, prompts.prefix_ids, prompts.chunk_ids(PRIMER)[:PRIMER_TOKENS])
+        primer = primer_ids([prompts.chunk_ids(passage) for passage in PRIMER], lm.window.tokens)
+        self._target = PrefillTarget(lm, store, prompts.prefix_ids, primer)
         self.method = method
         self._sources: Sources | None = None
         self._inherited: Sources | None = None

@@ -68,7 +68,7 @@ def measure_overhead(runner: ModelRunner, prompts: PromptBuilder, *, samples: in
 
 def _over_a_passage(runner: ModelRunner, prompts: PromptBuilder) -> ModelRunner:
     """Return the runner over a store in memory that holds the system prefix and a passage."""
-    lm, store, text = runner.lm, MemoryStore(numbers=runner.store.numbers), prompts.chunk_ids(PRIMER)
+    lm, store, text = runner.lm, MemoryStore(numbers=runner.store.numbers), prompts.chunk_ids(PRIMER[0])
     over = runner.with_store(store)
     WarmJob(PrefillTarget(lm, store, prompts.prefix_ids or text[:1]), [text[:TOKENS]], bases=(FRAMED,)).run()
     return over
@@ -76,7 +76,7 @@ def _over_a_passage(runner: ModelRunner, prompts: PromptBuilder) -> ModelRunner:
 
 def _prompt(prompts: PromptBuilder, n_passages: int, question_tokens: int) -> Prompt:
     """Return a prompt of the same passage several times and a question."""
-    text = prompts.chunk_ids(PRIMER)
+    text = prompts.chunk_ids(PRIMER[0])
     prefix_ids = prompts.prefix_ids or text[:1]
     segments = [
         (Role.HEAD, prefix_ids),

@@ -19,7 +19,12 @@ TOO_SHORT = 0.9
 
 
 def plan_batches(
-    work: Sequence[PendingChunk], *, batch_tokens: int, extra: int, table: NeighbourTable | None = None
+    work: Sequence[PendingChunk],
+    *,
+    batch_tokens: int,
+    extra: int,
+    primer_tokens: int = 0,
+    table: NeighbourTable | None = None,
 ) -> Iterator[Batch]:
     """Yield batches of chunks, those of enriched bases last.
 
@@ -27,6 +32,7 @@ def plan_batches(
         work: chunks to prefill, the most wanted first.
         batch_tokens: token limit of a batch.
         extra: tokens that every chunk needs besides its own, such as the ranking instruction.
+        primer_tokens: tokens of the primer, which is copied in front of every chunk of a primed base.
         table: the neighbours of enriched chunks; None if there are none.
     """
     for base in sorted(dict.fromkeys(chunk.base for chunk in work), key=lambda base: base.enriched):
@@ -36,8 +42,9 @@ def plan_batches(
                 prefix_tokens = table.prefix_tokens(chunk) if table is not None and base.enriched else 0
                 groups.setdefault(prefix_tokens, []).append(chunk)
         for prefix_tokens, group in groups.items():
+            in_front = extra + prefix_tokens + (primer_tokens if base.primed else 0)
             for batch in batches_by_length(
-                group, lambda chunk: len(chunk.ids), batch_tokens=batch_tokens, extra=extra + prefix_tokens
+                group, lambda chunk: len(chunk.ids), batch_tokens=batch_tokens, extra=in_front
             ):
                 neighbours = tuple(map(table.of, batch)) if table is not None and base.enriched else ()
                 yield Batch(base, tuple(tuple(chunk.ids) for chunk in batch), neighbours, prefix_tokens)

@@ -1,23 +1,69 @@
-"""The short text in front of every primed passage.
+"""The fixed passages in front of every primed passage.
 
 A model reads the first passage of a prompt differently from all others: unused attention gathers at its beginning. A
 passage prefilled directly behind the system prefix is such a first passage, so a fused prompt has several. A passage
-prefilled behind the system prefix *and another passage* is not. It hardly matters which other passage that is, see
-docs/notes/auto.md. So it is always the same text, unrelated to any question. A primed cache depends on its passage
-alone, like a framed one, and carries nothing of other documents.
+prefilled behind the system prefix *and other passages* is not, and it stands about as far from the beginning as it does
+in prompts. It hardly matters which passages these are, but it matters that they are several; see docs/notes/auto.md.
+So they are always the same, unrelated to any question. A primed cache depends on its passage alone, like a framed one,
+and carries nothing of other documents.
 """
 
 from __future__ import annotations
 
-PRIMER = (
-    "The village of Aldersund lies on the eastern bank of a slow river, half a day's walk from the coast. It has a "
-    "stone bridge, a small school and a mill that was rebuilt after a fire. Every autumn its people hold a market in "
-    "the square, where they sell apples, wool and honey. The oldest house stands beside the bridge and belonged to a "
-    "family of boat builders. In winter the river freezes, and children cross it on their way to school. A road leads "
-    "north through the forest to the next town, which has a railway station and a library. Travellers who miss the "
-    "last train often stay at the inn, whose keeper is known for her bread and for her stories about the forest."
-)
-"""Written for this purpose. Another text gives other caches, so the base would need another name."""
+from collections.abc import Sequence
 
-PRIMER_TOKENS = 256
-"""Most tokens of the primer, far more than word or subword tokenizers need; limits its share of the window."""
+from qcfuse_rag.ingestion.target import Ids
+
+PRIMER = (
+    "The reading room of the Corlett Institute opened in 1894. It was paid for by a merchant, Abel Thorne, who had no "
+    "children and left his fortune to the town. The architect, Sir Percival Vane, gave it a glass dome 18 metres wide, "
+    "which was destroyed in the storm of 1921 and rebuilt three years later. Scholars from all over Europe came to see "
+    "its collection of maps, about 40 percent of which had never been printed.",
+    "In biology, the term diapause refers to a period of suspended development in insects and other invertebrates. "
+    "Unlike ordinary dormancy, it begins before conditions become unfavourable; in most species it is triggered by the "
+    "length of the day. Studies published in 1977 and 2004 showed that the hormone responsible is produced in the "
+    "brain, and that as few as 12 hours of light may suffice to end it. Farmers use this knowledge to predict when "
+    "pests will appear.",
+    "The Harrow Valley Rovers are a football club based in Stenfield, which competes in the Northern League. Founded "
+    "as a workers' team in 1908, the club won the national cup twice, in 1936 and again in 1959 under its coach Walter "
+    "Dring. Its captain, Luis Okoro, scored 31 goals in the 2012 season, a record that still stands. The team plays "
+    "its home games at Weaver Park, which seats 11,400 spectators, and its supporters sing a song that was written by "
+    "the composer Ada Brune.",
+    "The film Winter Harbour was released in 1983. It was directed by Helen Marsh and stars Tom Aldridge and Vera Kohl "
+    "as two fishermen's children who find a letter in a wrecked boat. The screenplay is based on a novel by the Danish "
+    "writer Jens Toft. Critics praised its photography, but it earned only 4.2 million dollars. Marsh later called it "
+    "the best of her nine films. A second version for television was made in 1999.",
+    "Marisa Delgado (born 3 February 1948 in Puerto Azul) is a retired engineer and politician. She studied in Lisbon "
+    "and worked on dams in three countries before she was elected mayor of her home town in 1987. During her two terms "
+    "the harbour was deepened, a tram line was opened and taxes fell by a tenth. In 1996 she became minister of "
+    "transport under President Aurelio Santos, but resigned a year later after a dispute over the cost of the northern "
+    "railway. Her memoirs, published in 2009, sold 60,000 copies.",
+    "Glasswort is a salt-tolerant plant that grows on the shores of northern seas. Its ashes were once used for making "
+    "soap and glass, which is where its name comes from. Between 1650 and 1790 whole villages lived by burning it; a "
+    "family needed about 24 tonnes of the plant for one tonne of ash. The trade ended when a cheaper way to make soda "
+    "from common salt was invented. Today the young shoots are sold as a vegetable, mostly in France and in the "
+    "Netherlands, from June to August.",
+)
+"""Written for this purpose. Other passages give other caches: raise the revision of `store.prefill_base.PRIMED`."""
+
+PRIMER_TOKENS = 1024
+"""Most tokens of the primer."""
+
+WINDOW_SHARE = 4
+"""The primer takes at most this part of the context window: a quarter."""
+
+
+def primer_ids(passages: Sequence[Ids], window: int) -> Ids:
+    """Return the token ids in front of primed passages: the last of these passages that fit.
+
+    Args:
+        passages: token ids of the passages, each as a prompt contains it; of one that is too long the end is taken.
+        window: tokens of the model's context window.
+    """
+    room = min(PRIMER_TOKENS, window // WINDOW_SHARE)
+    ids: Ids = ()
+    for passage in reversed(passages):
+        if ids and len(passage) + len(ids) > room:
+            break
+        ids = passage[-room:] + ids
+    return ids

@@ -23,7 +23,7 @@ class PrefillTarget:
         lm: the model.
         store: the store.
         prefix_ids: token ids of the system prefix.
-        primer: token ids of the text in front of primed chunks, see `ingestion.primer`; empty without primed bases.
+        primer: token ids in front of primed chunks, see `ingestion.primer`; empty without primed bases.
     """
 
     lm: LanguageModel

@@ -41,7 +41,7 @@ class PrefillWorkers(Protocol):
         Args:
             lm: the driver's model; the workers' model has to be the same.
             prefix_ids: token ids of the system prefix.
-            primer: token ids of the text in front of primed chunks.
+            primer: token ids in front of primed chunks.
             batches: planned batches.
             encrypted: whether the driver's store is encrypted; the workers must not use a plain one then.
         """
@@ -227,7 +227,13 @@ class WarmJob:
         return split_work(self._pending, self._target, limit_bytes, self._table)
 
     def _plan_batches(self, work: Sequence[PendingChunk]) -> Iterator[Batch]:
-        return plan_batches(work, batch_tokens=self._batch_tokens, extra=self._instruction_tokens, table=self._table)
+        return plan_batches(
+            work,
+            batch_tokens=self._batch_tokens,
+            extra=self._instruction_tokens,
+            primer_tokens=len(self._target.primer),
+            table=self._table,
+        )
 
     def _estimate_seconds(self, split: WorkSplit) -> float:
         """Prefill the middle batch, and return the estimated seconds for all of the work."""

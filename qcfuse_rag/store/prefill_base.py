@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from qcfuse_rag.models.fingerprint import Fingerprint
+from qcfuse_rag.models.fingerprint import Fingerprint, digest
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 
 Ranking = Literal["instruction", "kvzip", "knorm", "sinks"]
@@ -20,9 +20,10 @@ class Base:
         name: part of every key.
         after_prefix: prefill behind the system prefix, whose keys and values are not stored with the chunk.
         enriched: prefill behind the stored caches of related chunks too, see `ingestion.enrichment`.
-        primed: prefill behind the system prefix and a short fixed text, see `ingestion.primer`.
+        primed: prefill behind the system prefix and a few fixed passages, see `ingestion.primer`.
         dummies: prefill behind so many copies of the prompt's first token instead of the system prefix.
         ranking: how the chunk's tokens are ranked.
+        revision: part of every key; another one is another text in front of the chunks under the same name.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Base:
     primed: bool = False
     dummies: int = 0
     ranking: Ranking = "instruction"
+    revision: int = 1
 
     def prefix(self, prefix_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Return the token ids a chunk is prefilled behind, given those of the system prefix.
@@ -48,7 +50,10 @@ class Base:
 
     def key(self, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> ChunkKey:
         """Return the address of a chunk's keys and values under this base."""
-        return ChunkKey(fingerprint, self.name, hash_ids(self.prefix(prefix_ids)), hash_ids(ids))
+        prefix = hash_ids(self.prefix(prefix_ids))
+        if self.revision > 1:
+            prefix = digest(f"{prefix} {self.revision}".encode())
+        return ChunkKey(fingerprint, self.name, prefix, hash_ids(ids))
 
     def ranked(self, ranking: Ranking) -> Base:
         """Return the same base with another ranking of tokens; its chunks are separate entries."""
@@ -68,8 +73,8 @@ FRAMED = Base("framed", after_prefix=True)
 ENRICHED = Base("enriched", after_prefix=True, enriched=True)
 """Behind the system prefix and related chunks' caches: FusionRAG's (arXiv 2601.12904) preliminary cross-attention."""
 
-PRIMED = Base("primed", after_prefix=True, primed=True)
-"""Behind the system prefix and a fixed text: no passage is first in its context, and none carries another passage."""
+PRIMED = Base("primed", after_prefix=True, primed=True, revision=2)
+"""Behind the system prefix and fixed passages: none is first in its context, and none carries a passage of yours."""
 
 BEGUN = Base("begun", after_prefix=False, dummies=4)
 """Behind four copies of the first token of every prompt, which become the attention sink instead of the chunk: EPIC's

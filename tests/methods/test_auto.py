@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Samp
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt
-from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS
+from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS, primer_ids
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
@@ -40,7 +41,8 @@ def stored(engine: FusionEngine, text: str) -> ChunkKV:
 
 
 def test_a_primed_chunk_is_prefilled_behind_system_prefix_and_primer(warmed: FusionEngine) -> None:
-    prefix_ids, primer = warmed.prompts.prefix_ids, warmed.prompts.chunk_ids(PRIMER)[:PRIMER_TOKENS]
+    prefix_ids = warmed.prompts.prefix_ids
+    primer = primer_ids([warmed.prompts.chunk_ids(passage) for passage in PRIMER], warmed.lm.window.tokens)
     ids = warmed.prompts.chunk_ids(PASSAGES[1])
     expected = references.alone_at(warmed.lm, ids, len(prefix_ids) + len(primer), before=prefix_ids + primer)
     references.assert_chunk_is(warmed.lm, stored(warmed, PASSAGES[1]), expected, len(prefix_ids) + len(primer))
@@ -65,6 +67,28 @@ def test_a_primed_base_needs_its_primer(llama: LanguageModel, engine: FusionEngi
     ids = [engine.prompts.chunk_ids(PASSAGES[0])]
     with pytest.raises(ValueError, match="needs the token ids of a primer"):
         WarmJob(PrefillTarget(llama, engine.store, engine.prompts.prefix_ids), ids, bases=(PRIMED,))
+
+
+def test_a_primer_is_the_last_passages_that_fit() -> None:
+    passages = [(1,) * 300, (2,) * 400, (3,) * 500]
+    assert primer_ids(passages, 1_000_000) == (2,) * 400 + (3,) * 500
+    assert len(primer_ids(passages, 1_000_000)) <= PRIMER_TOKENS
+    assert primer_ids(passages, 4 * 600) == (3,) * 500
+    assert primer_ids(passages, 4 * 100) == (3,) * 100
+
+
+def test_the_whole_primer_fits_common_tokenizers() -> None:
+    passages = [tuple(range(len(passage) // 3)) for passage in PRIMER]  # common ones take four characters a token
+    assert len(primer_ids(passages, 4096)) == sum(map(len, passages))
+
+
+def test_caches_behind_another_primer_have_other_keys(engine: FusionEngine) -> None:
+    prefix_ids = engine.prompts.prefix_ids
+    keys = {
+        replace(PRIMED, revision=revision).key(engine.lm.fingerprint, prefix_ids, (1, 2, 3)) for revision in (1, 2, 3)
+    }
+    assert len({key.address for key in keys}) == 3
+    assert {key.base for key in keys} == {"primed"}
 
 
 # --- exact first

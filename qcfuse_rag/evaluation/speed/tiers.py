@@ -73,8 +73,8 @@ def fill(lm: LanguageModel, stores: Sequence[KVStore], prompt: Prompt, methods: 
     """Prefill a prompt's passages once, in the model's own dtype, and put them into every store."""
     first = next((store for store in stores if store.numbers == LOSSLESS), MemoryStore(UNLIMITED))
     bases = dict.fromkeys(base for method in methods for base in method.bases)
-    primer = tuple(range(1, PRIMER_TOKENS + 1))
-    passages = (span.segment.ids for span in prompt.chunks)
+    passages = [span.segment.ids for span in prompt.chunks]
+    primer = passages[0][:PRIMER_TOKENS]
     WarmJob(PrefillTarget(lm, first, prompt.prefix_ids, primer), passages, bases=bases).run()
     for store in stores:
         if store is not first:
