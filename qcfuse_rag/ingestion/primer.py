@@ -15,6 +15,19 @@ from collections.abc import Sequence
 from qcfuse_rag.ingestion.target import Ids
 
 PRIMER = (
+    "# Replacing the filter\n\n"
+    "Switch the pump off and wait until the pressure gauge shows 0 bar. Turn the grey lever to the left, then lift the "
+    "cover. The old filter can now be pulled out by its ring. Rinse the housing with clean water; never use "
+    "solvents.\n\n"
+    "1. Put the new filter in with the arrow pointing down.\n"
+    "2. Close the cover and turn the lever back.\n"
+    "3. Switch the pump on and check that no water leaks for 2 minutes.\n\n"
+    "Filters last 6 months or 90,000 litres, whichever comes first. Order number: PF-220.",
+    "## Leave and absence\n\n"
+    "Employees have 28 days of paid leave a year. Leave is requested in the staff portal at least two weeks in advance "
+    "and approved by the team lead. Up to 5 days may be carried over to March of the next year. For sick leave of more "
+    "than 3 days a doctor's note is needed, which is sent to hr@example.org. Parents may take up to 12 months off; "
+    "their contract is kept. Questions are answered by the HR desk in room 2.14, on weekdays from 9 to 12.",
     "The reading room of the Corlett Institute opened in 1894. It was paid for by a merchant, Abel Thorne, who had no "
     "children and left his fortune to the town. The architect, Sir Percival Vane, gave it a glass dome 18 metres wide, "
     "which was destroyed in the storm of 1921 and rebuilt three years later. Scholars from all over Europe came to see "
