@@ -27,6 +27,7 @@ STUDIES = {
     "ladder": "Compare `auto` at several ratios, calibrated or not, with full prefill's answers.",
     "loading": "Compare loading during the computation with loading before it.",
     "overhead": "Measure the share of CPU time outside matrix products and attention.",
+    "primers": "Compare primers of one to eight passages by whole answers of `auto`.",
     "probe-layers": "Compare the layers that the probe of `auto` may look at.",
     "prompt-lookup": "Compare prompt lookup decoding with plain steps: passes, seconds, answers.",
     "quantization": "Compare caches in int8 and fp8 with those in the model's own dtype.",
