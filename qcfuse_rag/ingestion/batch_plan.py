@@ -16,6 +16,8 @@ FULL_ENOUGH = 4
 """A batch of 1 / FULL_ENOUGH of the token limit uses the device well: it takes no item that needs much padding."""
 TOO_SHORT = 0.9
 """An item shorter than this share of the batch's longest item needs much padding."""
+COPIES_PER_TOKEN = 4
+"""Tokens of a primer that count as one token of a batch: their copies take memory, but are not computed."""
 
 
 def plan_batches(
@@ -42,9 +44,9 @@ def plan_batches(
                 prefix_tokens = table.prefix_tokens(chunk) if table is not None and base.enriched else 0
                 groups.setdefault(prefix_tokens, []).append(chunk)
         for prefix_tokens, group in groups.items():
-            in_front = extra + prefix_tokens + (primer_tokens if base.primed else 0)
+            in_front = prefix_tokens + (primer_tokens // COPIES_PER_TOKEN if base.primed else 0)
             for batch in batches_by_length(
-                group, lambda chunk: len(chunk.ids), batch_tokens=batch_tokens, extra=in_front
+                group, lambda chunk: len(chunk.ids), batch_tokens=batch_tokens, extra=extra + in_front
             ):
                 neighbours = tuple(map(table.of, batch)) if table is not None and base.enriched else ()
                 yield Batch(base, tuple(tuple(chunk.ids) for chunk in batch), neighbours, prefix_tokens)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,14 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.ingestion.batch_plan import batches_by_length
-from qcfuse_rag.ingestion.target import PrefillTarget
+from qcfuse_rag.ingestion.batch_plan import batches_by_length, plan_batches
+from qcfuse_rag.ingestion.target import PendingChunk, PrefillTarget
 from qcfuse_rag.ingestion.token_ranking import instruction_ids
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.header import entry_bytes
 from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import BLIND, ENRICHED, FRAMED
+from qcfuse_rag.store.prefill_base import BLIND, ENRICHED, FRAMED, PRIMED
 from tests.support import seams
 from tests.support.engines import METHOD, make_engine
 from tests.support.passages import PASSAGES
@@ -122,6 +123,23 @@ def test_batches_hold_everything_once_within_their_bound(lengths: list[int], bou
     assert sorted(item for batch in batches for item in batch) == items
     for batch in batches:
         assert len(batch) == 1 or len(batch) * (max(n for _, n in batch) + extra) <= bound
+
+
+def test_copies_of_a_primer_are_bounded(engine: FusionEngine) -> None:
+    """Each chunk of a primed batch has a copy of the primer in front, so such batches have fewer chunks."""
+    target = PrefillTarget(engine.lm, engine.store, engine.prompts.prefix_ids)
+    primer_tokens, batch_tokens = 800, 2048
+    chunks = [tuple(range(index, index + 50)) for index in range(100)]
+    work = [
+        PendingChunk(index, base, target.key(base, ids), array("i", ids))
+        for base in (FRAMED, PRIMED)
+        for index, ids in enumerate(chunks)
+    ]
+    batches = list(plan_batches(work, batch_tokens=batch_tokens, extra=0, primer_tokens=primer_tokens))
+    sizes = {base: {len(batch.chunks) for batch in batches if batch.base is base} for base in (FRAMED, PRIMED)}
+    assert sum(len(batch.chunks) for batch in batches) == len(work)
+    assert max(sizes[FRAMED]) == batch_tokens // 50
+    assert max(sizes[PRIMED]) == batch_tokens // (50 + primer_tokens // 4)
 
 
 def test_the_time_of_the_prefill_is_stored_as_the_saving_of_a_use(engine: FusionEngine) -> None:
