@@ -16,48 +16,48 @@ from qcfuse_rag.ingestion.target import Ids
 
 PRIMER = (
     "# Replacing the filter\n\n"
-    "Switch the pump off and wait until the pressure gauge shows 0 bar. Turn the grey lever to the left, then lift the "
+    "Switch the pump off and wait until the pressure gauge shows zero. Turn the grey lever to the left, then lift the "
     "cover. The old filter can now be pulled out by its ring. Rinse the housing with clean water; never use "
     "solvents.\n\n"
-    "1. Put the new filter in with the arrow pointing down.\n"
-    "2. Close the cover and turn the lever back.\n"
-    "3. Switch the pump on and check that no water leaks for 2 minutes.\n\n"
-    "Filters last 6 months or 90,000 litres, whichever comes first. Order number: PF-220.",
+    "- Put the new filter in with the arrow pointing down.\n"
+    "- Close the cover and turn the lever back.\n"
+    "- Switch the pump on and check for some minutes that no water leaks.\n\n"
+    "Filters last half a year. Ask your dealer for the order number.",
     "## Leave and absence\n\n"
-    "Employees have 28 days of paid leave a year. Leave is requested in the staff portal at least two weeks in advance "
-    "and approved by the team lead. Up to 5 days may be carried over to March of the next year. For sick leave of more "
-    "than 3 days a doctor's note is needed, which is sent to hr@example.org. Parents may take up to 12 months off; "
-    "their contract is kept. Questions are answered by the HR desk in room 2.14, on weekdays from 9 to 12.",
-    "The reading room of the Corlett Institute opened in 1894. It was paid for by a merchant, Abel Thorne, who had no "
-    "children and left his fortune to the town. The architect, Sir Percival Vane, gave it a glass dome 18 metres wide, "
-    "which was destroyed in the storm of 1921 and rebuilt three years later. Scholars from all over Europe came to see "
-    "its collection of maps, about 40 percent of which had never been printed.",
+    "Employees have six weeks of paid leave a year. Leave is requested in the staff portal at least two weeks in "
+    "advance and approved by the team lead. Unused days may be carried over to March of the next year. For a longer "
+    "sick leave a doctor's note is needed, which is sent to hr@example.org. Parents may take up to a year off; their "
+    "contract is kept. Questions are answered by the HR desk on the second floor, on weekdays in the morning.",
+    "The reading room of the Corlett Institute opened in the last years of the queen's reign. It was paid for by a "
+    "merchant, Abel Thorne, who had no children and left his fortune to the town. The architect, Sir Percival Vane, "
+    "gave it a wide glass dome, which was destroyed in a storm and rebuilt three years later. Scholars from all over "
+    "Europe came to see its collection of maps, nearly half of which had never been printed.",
     "In biology, the term diapause refers to a period of suspended development in insects and other invertebrates. "
     "Unlike ordinary dormancy, it begins before conditions become unfavourable; in most species it is triggered by the "
-    "length of the day. Studies published in 1977 and 2004 showed that the hormone responsible is produced in the "
-    "brain, and that as few as 12 hours of light may suffice to end it. Farmers use this knowledge to predict when "
-    "pests will appear.",
+    "length of the day. Later studies showed that the hormone responsible is produced in the brain, and that a few "
+    "hours of light may suffice to end it. Farmers use this knowledge to predict when pests will appear.",
     "The Harrow Valley Rovers are a football club based in Stenfield, which competes in the Northern League. Founded "
-    "as a workers' team in 1908, the club won the national cup twice, in 1936 and again in 1959 under its coach Walter "
-    "Dring. Its captain, Luis Okoro, scored 31 goals in the 2012 season, a record that still stands. The team plays "
-    "its home games at Weaver Park, which seats 11,400 spectators, and its supporters sing a song that was written by "
-    "the composer Ada Brune.",
-    "The film Winter Harbour was released in 1983. It was directed by Helen Marsh and stars Tom Aldridge and Vera Kohl "
-    "as two fishermen's children who find a letter in a wrecked boat. The screenplay is based on a novel by the Danish "
-    "writer Jens Toft. Critics praised its photography, but it earned only 4.2 million dollars. Marsh later called it "
-    "the best of her nine films. A second version for television was made in 1999.",
-    "Marisa Delgado (born 3 February 1948 in Puerto Azul) is a retired engineer and politician. She studied in Lisbon "
-    "and worked on dams in three countries before she was elected mayor of her home town in 1987. During her two terms "
-    "the harbour was deepened, a tram line was opened and taxes fell by a tenth. In 1996 she became minister of "
-    "transport under President Aurelio Santos, but resigned a year later after a dispute over the cost of the northern "
-    "railway. Her memoirs, published in 2009, sold 60,000 copies.",
+    "as a workers' team before the war, the club won the national cup twice, both times under its coach Walter Dring. "
+    "Its captain, Luis Okoro, scored more goals in one season than anybody before him, a record that still stands. The "
+    "team plays its home games at Weaver Park, and its supporters sing a song that was written by the composer Ada "
+    "Brune.",
+    "The film Winter Harbour was directed by Helen Marsh and stars Tom Aldridge and Vera Kohl as two fishermen's "
+    "children who find a letter in a wrecked boat. The screenplay is based on a novel by the Danish writer Jens Toft. "
+    "Critics praised its photography, but it earned less than it had cost. Marsh later called it the best of her nine "
+    "films. A second version for television was made by her daughter.",
+    "Marisa Delgado, born in Puerto Azul, is a retired engineer and politician. She studied in Lisbon and worked on "
+    "dams in three countries before she was elected mayor of her home town. During her two terms the harbour was "
+    "deepened, a tram line was opened and taxes fell. Later she became minister of transport under President Aurelio "
+    "Santos, but resigned within a year after a dispute over the cost of the northern railway. Her memoirs sold better "
+    "than anybody had expected.",
     "Glasswort is a salt-tolerant plant that grows on the shores of northern seas. Its ashes were once used for making "
-    "soap and glass, which is where its name comes from. Between 1650 and 1790 whole villages lived by burning it; a "
-    "family needed about 24 tonnes of the plant for one tonne of ash. The trade ended when a cheaper way to make soda "
-    "from common salt was invented. Today the young shoots are sold as a vegetable, mostly in France and in the "
-    "Netherlands, from June to August.",
+    "soap and glass, which is where its name comes from. Whole villages lived by burning it; a family needed many "
+    "cartloads of the plant for a small sack of ash. The trade ended when a cheaper way to make soda from common salt "
+    "was invented. Today the young shoots are sold as a vegetable, mostly in France and in the Netherlands, during the "
+    "summer.",
 )
-"""Written for this purpose. Other passages give other caches: raise the revision of `store.prefill_base.PRIMED`."""
+"""Written for this purpose, and without digits: numbers in front of a passage blur the numbers in it. Other passages
+give other caches: raise the revision of `store.prefill_base.PRIMED`."""
 
 PRIMER_TOKENS = 1024
 """Most tokens of the primer."""

@@ -82,6 +82,10 @@ def test_the_whole_primer_fits_common_tokenizers() -> None:
     assert len(primer_ids(passages, 4096)) == sum(map(len, passages))
 
 
+def test_the_primer_has_no_digits() -> None:
+    assert not any(character.isdigit() for passage in PRIMER for character in passage)
+
+
 def test_caches_behind_another_primer_have_other_keys(engine: FusionEngine) -> None:
     prefix_ids = engine.prompts.prefix_ids
     keys = {
