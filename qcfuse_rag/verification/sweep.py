@@ -23,7 +23,7 @@ from qcfuse_rag.verification.checks import (
 )
 from qcfuse_rag.verification.references import ReferenceAnswers
 
-RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75)
 
 Candidate = tuple[str, Method]
 """A label for the user, such as `ratio 0.15`, and the method to try."""
