@@ -3,7 +3,7 @@
 A model reads the first passage of a prompt differently from all others: unused attention gathers at its beginning. A
 passage prefilled directly behind the system prefix is such a first passage, so a fused prompt has several. A passage
 prefilled behind the system prefix *and other passages* is not, and it stands about as far from the beginning as it does
-in prompts. It hardly matters which passages these are, but it matters that they are several; see docs/notes/auto.md.
+in prompts. It matters that they are several, and less which passages these are; see docs/notes/auto.md.
 So they are always the same, unrelated to any question. A primed cache depends on its passage alone, like a framed one,
 and carries nothing of other documents.
 """

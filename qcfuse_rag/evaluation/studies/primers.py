@@ -79,14 +79,14 @@ def _primers(engine: FusionEngine, samples: Sequence[Sample], sample: Sample) ->
 
 def _table(figures: dict[str, dict[str, list[float]]]) -> Table:
     table = Table("primer", "tokens", "n", "KL", "less one fixed", "first KL", "top-1", "identical")
-    one = next(iter(figures.values()))
+    shortest = next(iter(figures.values()))
     for name, values in figures.items():
         table.add_row(
             name,
             f"{fmean(values['tokens']):.0f}",
             str(len(values["kl"])),
             f"{fmean(values['kl']):.4f}",
-            difference_cell(values["kl"], one["kl"]) if values is not one else "-",
+            difference_cell(values["kl"], shortest["kl"]) if values is not shortest else "-",
             f"{fmean(values['first_kl']):.4f}",
             f"{fmean(values['top1']):.3f}",
             f"{fmean(values['identical']):.3f}",
