@@ -17,9 +17,11 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
+from qcfuse_rag.background_thread import BackgroundThread
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.errors import Busy, Closed
@@ -90,8 +92,8 @@ class Scheduler:
         self._changed = threading.Condition()
         self._closed = False
         self._turn, self._saved_s = 0, 0.0
-        self._thread = threading.Thread(target=self._run, name="qcfuse-scheduler", daemon=True)
-        self._thread.start()
+        close = partial(self.close, drain=False)
+        self._thread = BackgroundThread(self._run, name="qcfuse-scheduler", close=close)
 
     def submit(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, method: Method | None = None

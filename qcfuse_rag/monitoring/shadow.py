@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
+from qcfuse_rag.background_thread import BackgroundThread
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill
@@ -154,8 +155,7 @@ class Shadow:
         self._ratio: float | None = None
         self._method_ratio = 0.0
         self._sustained = self._full_prefill = self._closed = self._busy = False
-        self._thread = threading.Thread(target=self._run, name="qcfuse-shadow", daemon=True)
-        self._thread.start()
+        self._thread = BackgroundThread(self._run, name="qcfuse-shadow", close=self.close)
 
     def method(self, requested: Method) -> Method:
         """Return the method to run in place of the requested one, after sustained drift."""

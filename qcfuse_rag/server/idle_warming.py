@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from qcfuse_rag.background_thread import BackgroundThread
 from qcfuse_rag.engine.engine_handle import EngineHandle
 
 LOG = logging.getLogger(__name__)
@@ -36,8 +37,7 @@ class IdleWarming:
         self._changed = threading.Condition()
         self._closed = False
         self.warmed = 0
-        self._thread = threading.Thread(target=self._run, name="qcfuse-keep", daemon=True)
-        self._thread.start()
+        self._thread = BackgroundThread(self._run, name="qcfuse-keep", close=self.close)
 
     def add(self, passages: Iterable[tuple[str, str]]) -> None:
         """Add passages as pairs of text and source; returns at once."""

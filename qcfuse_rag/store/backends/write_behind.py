@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from qcfuse_rag.background_thread import BackgroundThread
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.chunk import ChunkKV
@@ -38,8 +39,7 @@ class WriteBehind:
         self._errors: list[str] = []
         self._changed = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name="qcfuse-write-behind", daemon=True)
-        self._thread.start()
+        self._thread = BackgroundThread(self._work, name="qcfuse-write-behind", close=self.close)
 
     def put(self, key: ChunkKey, chunk: ChunkKV, saved_ms: float | None) -> None:
         """Queue a chunk, whose tensors must not change any more."""
