@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcfuse_rag.bundled import default_model
-from qcfuse_rag.cli.console import ERR, print_line, status
+from qcfuse_rag.cli.console import ERR, print_line, print_note, status
 from qcfuse_rag.cli.job_lock import job_lock
 from qcfuse_rag.cli.job_record import forget_source
 from qcfuse_rag.cli.library import (
@@ -99,6 +99,10 @@ def _serve_in_process(
         engine = open_engine(store, method, options, settings)
         engine.prefixes.limit_bytes = options.prefix_mb * 1_000_000
         print_verdict_note(engine)
+        if not engine.prompts.shows_tools:
+            print_note(
+                "note:", "the model's chat template has no place for tools; requests are answered without theirs"
+            )
         with status("warming up"):
             engine.compile()
             if options.fidelity == "heal":

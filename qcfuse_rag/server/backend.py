@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -24,6 +24,7 @@ from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_prefill
 from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.server.client_passages import marked_passages
 from qcfuse_rag.server.events import AnswerTokens, Event, PlainReader, last_event, redact_report, total_usage
 from qcfuse_rag.server.generation_request import GenerationRequest
 from qcfuse_rag.server.idle_warming import IdleWarming
@@ -191,8 +192,8 @@ class EngineBackend:
     ) -> Event:
         """Return the last event of a request with the usage of all answers, and the report of the first one."""
         report = redact_report(generations[0].report)
-        if self._keep is not None and passages.texts and report.fallback is not None:
-            self._keep.add(zip(passages.texts, passages.sources, strict=True))
+        if self._keep is not None:
+            self._keep.add(_unknown_passages(request, first.prompt, report, passages))
         return replace(
             last,
             usage=total_usage(generations, request.answer_count),
@@ -219,7 +220,7 @@ class EngineBackend:
 
             def prepare(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
                 nonlocal response_format
-                response_format = request.to_response_format()
+                response_format = request.to_response_format(shows_tools=engine.prompts.shows_tools)
                 if isinstance(request, ChatRequest):
                     self._find_passages(request, passages)
                 prompt = request.make_prompt(engine, passages.texts, number)
@@ -305,3 +306,15 @@ def next_seed(seed: int | None, number: int) -> int | None:
 
 def _same_prompt(prompt: Prompt, params: SamplingParams, _: FusionEngine) -> tuple[Prompt, SamplingParams]:
     return prompt, params
+
+
+def _unknown_passages(
+    request: GenerationRequest, prompt: Prompt, report: FusionReport, passages: Passages
+) -> Iterable[tuple[str, str]]:
+    """Yield text and source of the request's passages that the store may lack, also of those in its messages."""
+    if report.fallback is not None:
+        yield from zip(passages.texts or (), passages.sources, strict=True)
+    if passages.texts is None and isinstance(request, ChatRequest):
+        found = {span.segment.text.strip() for span in prompt.chunks}
+        texts = [text for message in request.messages for text in marked_passages(message.text)]
+        yield from ((text, CLIENTS) for text in texts if text not in found)

@@ -137,8 +137,13 @@ class GenerationRequest(BaseModel):
                 one of the request's variables.
         """
 
-    def to_response_format(self) -> ResponseFormat | None:
-        """Return the response format; None if the answer is text as it was decoded."""
+    def to_response_format(self, *, shows_tools: bool = True) -> ResponseFormat | None:
+        """Return the response format; None if the answer is text as it was decoded.
+
+        Args:
+            shows_tools: whether the model's chat template shows tools. If not, tools that need not be called are left
+                out: some clients send tools with every request.
+        """
         return None
 
     def allowed(self, response: ParsedResponse) -> ParsedResponse:

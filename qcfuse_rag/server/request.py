@@ -141,11 +141,12 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise QCFuseError("top_logprobs needs logprobs to be true")
 
-    def to_response_format(self) -> ResponseFormat:
-        """Return the response format."""
+    def to_response_format(self, *, shows_tools: bool = True) -> ResponseFormat:
+        """Return the response format, see `GenerationRequest`."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-        return ResponseFormat(tools, choice, self.response_format)
+        given = ResponseFormat(tools, choice, self.response_format)
+        return given if shows_tools or given.required_tools else replace(given, tools=())
 
     def allowed(self, response: ParsedResponse) -> ParsedResponse:
         """Return a parsed answer with one call alone, if the request allows no more."""
@@ -189,7 +190,8 @@ class ChatRequest(GenerationRequest):
             assert self.questions
         turns = [message.turn() for message in self.messages]
         kwargs = self._template_kwargs(engine.prompts.variables)
-        return self.to_response_format().prompt(engine, turns, passages, chat_template_kwargs=kwargs)
+        form = self.to_response_format(shows_tools=engine.prompts.shows_tools)
+        return form.prompt(engine, turns, passages, chat_template_kwargs=kwargs)
 
     def _template_kwargs(self, variables: frozenset[str]) -> dict[str, Any]:
         """Return the variables that the request sets, of those that the model's chat template reads.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,18 +13,30 @@ import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.server import idle_warming
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
+from qcfuse_rag.server.client_passages import marked_passages
+from qcfuse_rag.server.idle_warming import IdleWarming
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
+from tests.support.library import stored
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import client, post
+from tests.support.serving import client, error, post, until
+from tests.support.tool_templates import LOOK_UP
 
 CONTEXT = (
     "### Task:\nAnswer with the context, and cite sources as [id].\n\n<context>\n"
     '<source id="1" name="harbour.md">{text}</source>\n</context>\n\n{question}'
 )
 """A file that a user has attached, as Open WebUI puts it into the user's message."""
+
+MARKED = {
+    "Open WebUI": 'Cite with <source id="1">).\n<context>\n<source id="1" name="harbour.md">{}</source>\n</context>\n',
+    "AnythingLLM": "Answer.\nContext:\n[CONTEXT 0]:\n{}\n[END CONTEXT 0]\n\n",
+    "LibreChat": "<context>\n  <contextItem>\n    <![CDATA[{}]]>\n  </contextItem>\n</context>\n",
+}
+"""A retrieved passage, as clients with a retrieval of their own put it into a message."""
 
 
 @pytest.fixture
@@ -76,6 +90,47 @@ async def test_a_context_in_the_last_message_is_found_behind_a_history_without_i
         messages += [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": text}]
 
 
+@pytest.mark.parametrize("mark", MARKED.values(), ids=list(MARKED))
+async def test_what_a_client_has_retrieved_itself_is_warm_the_next_time(
+    mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `--keep`; the question around the passage is not kept."""
+    monkeypatch.setattr(idle_warming, "IDLE_S", 0.02)
+    lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), build_tokenizer(lambda: [*PASSAGES]))
+    handle = EngineHandle.wrap(make_engine(lm, MemoryStore(), prefix_bytes=0))
+    keep = IdleWarming(handle)
+    backend = EngineBackend(handle, "tiny", keep=keep)
+    message = {"role": "user", "content": mark.format(PASSAGES[0]) + QUESTION}
+    async with client(make_app(backend)) as http:
+        for turn in range(2):
+            reply = (await post(http, "chat/completions", model="tiny", max_tokens=2, messages=[message])).json()
+            hits = [lookup["hit"] for lookup in reply["fusion"]["lookups"] if lookup["role"] == "chunk"]
+            assert hits == [True] * turn
+            await until(lambda: keep.warmed == 1)
+        await asyncio.sleep(0.1)
+        assert keep.warmed == 1
+    assert stored(handle.engine) == {PASSAGES[0]}
+    backend.close()
+
+
+def test_marks_are_found_in_time_that_grows_with_the_text() -> None:
+    assert marked_passages("<source id='1'>" * 3 + "one</source><source id='2'> two </source>") == ["one", "two"]
+    assert marked_passages("<source id='1'></source> </source> [CONTEXT 1]:\n") == []
+    for opening in (
+        "<source ",
+        "<source id='1'>",
+        "[CONTEXT 1]:\n",
+        "<![CDATA[",
+        "</source>",
+        "\n[END CONTEXT ",
+        "]]>",
+    ):
+        text = opening * (4_000_000 // len(opening))
+        began = time.perf_counter()
+        assert marked_passages(text) == []
+        assert time.perf_counter() - began < 5, opening
+
+
 async def test_documents_are_given_beside_a_history_that_has_some(http: httpx.AsyncClient) -> None:
     asked = CONTEXT.format(text=PASSAGES[0], question="Good morning?")
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": "Good morning."}]
@@ -94,3 +149,15 @@ async def test_librechat_sends_openais_defaults(http: httpx.AsyncClient) -> None
     )
     assert usage["completion_tokens"] > 0
     assert isinstance(text, str)
+
+
+async def test_open_webui_sends_its_own_tools_also_to_models_that_know_none(http: httpx.AsyncClient) -> None:
+    body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": QUESTION}]}
+    plain = (await post(http, "chat/completions", **body)).json()
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+        reply = (await post(http, "chat/completions", **body, tools=[LOOK_UP], **choice)).json()
+        assert reply["choices"] == plain["choices"]
+        assert reply["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    demanded = await post(http, "chat/completions", **body, tools=[LOOK_UP], tool_choice="required")
+    assert demanded.status_code == 400
+    assert "no place for tools" in error(demanded)

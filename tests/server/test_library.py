@@ -35,7 +35,7 @@ from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.library import HARBOUR, stored
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import JSON, ask, client, error
+from tests.support.serving import JSON, ask, client, error, until
 
 NAMES = ["ferry.md", "hull.md", "mill.md"]
 
@@ -322,13 +322,6 @@ def keep(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     keep = IdleWarming(handle, most=3)
     yield keep, handle
     keep.close()
-
-
-async def until(true: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 async def test_what_clients_send_and_the_store_lacks_is_warm_the_next_time(

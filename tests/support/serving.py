@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -35,3 +38,11 @@ def error(response: httpx.Response) -> str:
     assert set(body) == {"message", "type", "param", "code"}
     message: str = body["message"]
     return message
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Wait until something is true, for some seconds at most."""
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
