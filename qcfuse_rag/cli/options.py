@@ -244,7 +244,7 @@ class ServeOptions(MethodOptions):
     editable: Annotated[bool, Option("--editable", help="Let clients add and remove documents of the library.")] = False
     keep: Annotated[
         bool,
-        Option("--keep", help="Warm passages that clients sent and the store lacked, while no request waits."),
+        Option("--keep", help="Warm passages of clients that the store lacked, while no request waits."),
     ] = False
     no_playground: Annotated[bool, Option("--no-playground", help="Serve no page for browsers at /.")] = False
     prefix_mb: Annotated[

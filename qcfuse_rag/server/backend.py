@@ -24,7 +24,6 @@ from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_prefill
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.server.client_passages import marked_passages
 from qcfuse_rag.server.events import AnswerTokens, Event, PlainReader, last_event, redact_report, total_usage
 from qcfuse_rag.server.generation_request import GenerationRequest
 from qcfuse_rag.server.idle_warming import IdleWarming
@@ -83,7 +82,7 @@ class EngineBackend:
         fidelity: of requests that name none.
         max_requests: most requests at a time, waiting ones included; further requests get 429. None sets no limit here.
         library: retrieves passages for requests that ask for that; None refuses them.
-        retrieve: whether to retrieve for requests without documents too.
+        retrieve: whether to retrieve for requests without documents, too, unless the client has put some into messages.
         keep: warms passages that requests had and the store had not; None keeps none.
     """
 
@@ -246,7 +245,8 @@ class EngineBackend:
         """
         passages.texts = request.given_documents
         passages.sources = [CLIENTS] * len(passages.texts or ())
-        if request.documents != "library" and not (self._retrieve and request.documents is None):
+        retrieves = self._retrieve and request.documents is None and not request.marked_passages
+        if request.documents != "library" and not retrieves:
             return
         if self._library is None:
             raise QCFuseError(
@@ -316,5 +316,4 @@ def _unknown_passages(
         yield from zip(passages.texts or (), passages.sources, strict=True)
     if passages.texts is None and isinstance(request, ChatRequest):
         found = {span.segment.text.strip() for span in prompt.chunks}
-        texts = [text for message in request.messages for text in marked_passages(message.text)]
-        yield from ((text, CLIENTS) for text in texts if text not in found)
+        yield from ((text, CLIENTS) for text in request.marked_passages if text not in found)

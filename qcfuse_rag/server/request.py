@@ -17,6 +17,7 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.server.client_passages import marked_passages
 from qcfuse_rag.server.generation_request import MAX_TOP_LOGPROBS, FailFastList, GenerationRequest
 
 
@@ -183,6 +184,13 @@ class ChatRequest(GenerationRequest):
         if not texts:
             raise QCFuseError("documents need a user's message that asks about them")
         return texts[-1], texts[-2] if len(texts) > 1 else None
+
+    @property
+    def marked_passages(self) -> list[str]:
+        """The passages that the client has put into messages itself, see `client_passages`."""
+        return [
+            text for message in self.messages if message.role != "assistant" for text in marked_passages(message.text)
+        ]
 
     def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> Prompt:
         """Return the prompt; passages come before the last user message."""

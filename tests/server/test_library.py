@@ -146,6 +146,19 @@ async def test_a_server_that_retrieves_by_default_leaves_given_documents(
     backend.close()
 
 
+async def test_what_a_client_has_retrieved_itself_is_not_retrieved_for(
+    engine: FusionEngine, library: ServedLibrary
+) -> None:
+    """The server's passages would be those nearest to the client's instructions and passages."""
+    backend = EngineBackend(EngineHandle.wrap(engine), "tiny", library=library, retrieve=True)
+    async with client(make_app(backend)) as http:
+        content = f'<source id="1">{PASSAGES[0]}</source>\n{QUESTION}'
+        reply = (await ask(http, documents=None, messages=[{"role": "user", "content": content}])).json()
+    assert "documents" not in reply
+    assert [lookup["hit"] for lookup in reply["fusion"]["lookups"] if lookup["role"] == "chunk"] == [True]
+    backend.close()
+
+
 async def test_a_request_without_documents_is_not_retrieved_for_unless_that_is_set(http: httpx.AsyncClient) -> None:
     assert "documents" not in (await ask(http, documents=None)).json()
 
