@@ -315,5 +315,9 @@ def _unknown_passages(
     if report.fallback is not None:
         yield from zip(passages.texts or (), passages.sources, strict=True)
     if passages.texts is None and isinstance(request, ChatRequest):
-        found = {span.segment.text.strip() for span in prompt.chunks}
-        yield from ((text, CLIENTS) for text in request.marked_passages if text not in found)
+        # Clients change whitespace, and a whole file may consist of passages that are known.
+        known = [" ".join(span.segment.text.split()) for span in prompt.chunks]
+        for text in request.marked_passages:
+            words = " ".join(text.split())
+            if not any(passage in words for passage in known):
+                yield text, CLIENTS

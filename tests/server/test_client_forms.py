@@ -113,6 +113,23 @@ async def test_what_a_client_has_retrieved_itself_is_warm_the_next_time(
     backend.close()
 
 
+async def test_a_file_of_warmed_passages_is_not_kept_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_warming, "IDLE_S", 0.02)
+    lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), build_tokenizer(lambda: [*PASSAGES]))
+    handle = EngineHandle.wrap(make_engine(lm, MemoryStore(), prefix_bytes=0))
+    handle.engine.warm(PASSAGES[:2])
+    before = len([*handle.engine.store.entries()])
+    backend = EngineBackend(handle, "tiny", keep=IdleWarming(handle))
+    content = CONTEXT.format(text="\n".join(PASSAGES[:2]).replace(" ", "  "), question=QUESTION)
+    async with client(make_app(backend)) as http:
+        body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": content}]}
+        reply = (await post(http, "chat/completions", **body)).json()
+        assert [lookup["hit"] for lookup in reply["fusion"]["lookups"] if lookup["role"] == "chunk"] == [True] * 2
+        await asyncio.sleep(0.2)
+    assert len([*handle.engine.store.entries()]) == before
+    backend.close()
+
+
 def test_marks_are_found_in_time_that_grows_with_the_text() -> None:
     assert marked_passages("<source id='1'>" * 3 + "one</source><source id='2'> two </source>") == ["one", "two"]
     assert marked_passages("<source id='1'></source> </source> [CONTEXT 1]:\n") == []
