@@ -315,9 +315,9 @@ def _unknown_passages(
     if report.fallback is not None:
         yield from zip(passages.texts or (), passages.sources, strict=True)
     if passages.texts is None and isinstance(request, ChatRequest):
-        # Clients change whitespace, and a whole file may consist of passages that are known.
+        # A text that consists of known passages is no passage: clients send whole files, with other whitespace.
         known = [" ".join(span.segment.text.split()) for span in prompt.chunks]
         for text in request.marked_passages:
             words = " ".join(text.split())
-            if not any(passage in words for passage in known):
+            if 2 * sum(len(part) for part in known if part in words) < len(words):
                 yield text, CLIENTS
