@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.models import load
@@ -33,13 +35,19 @@ print(json.dumps({"kb": kb, "whole_kb": whole // 1024}))
 """
 
 
+@pytest.fixture(scope="module")
+def loaded_whole() -> PreTrainedModel:
+    model, _ = load._load_source(default_model(), torch.float32)
+    return model
+
+
 @pytest.mark.parametrize("weights", list(LINEARS))
 def test_the_numbers_are_those_of_the_model_loaded_as_a_whole(
-    weights: HeldFormat, monkeypatch: pytest.MonkeyPatch
+    weights: HeldFormat, loaded_whole: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
     model, _ = load_pretrained(default_model(), device="cpu", weights=weights)
-    whole, _ = load._load_source(default_model(), torch.float32)
+    whole = copy.deepcopy(loaded_whole)
     round_weights(whole, weights)
     expected = whole.state_dict()
     assert [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, expected[name])] == []
