@@ -56,7 +56,7 @@ app.add_typer(bench_app, name="bench")
 def demo(options: DemoOptions, as_json: Json = False) -> None:
     """Warm a small corpus, and answer questions by full prefill and over the reused caches, side by side."""
     with _without_collection():
-        from qcfuse_rag.cli.demo import run_demo
+        from qcfuse_rag.cli.demo.command import run_demo
 
     run_demo(options, as_json=as_json)
 
@@ -65,7 +65,7 @@ def demo(options: DemoOptions, as_json: Json = False) -> None:
 @expand_options
 def warm_run(store: Library, options: WarmOptions, as_json: Json = False) -> None:
     """Split documents into passages, index them, and prefill each into the store; a second run adds or continues."""
-    from qcfuse_rag.cli.job_lock import require_no_other_job
+    from qcfuse_rag.cli.library.job_lock import require_no_other_job
 
     require_no_other_job(store)  # before the imports, which take seconds
     with _without_collection():
@@ -87,7 +87,7 @@ def warm_plan(store: Library, options: CorpusOptions, as_json: Json = False) -> 
 @warm_app.command("resume")
 def warm_resume(store: Library, as_json: Json = False) -> None:
     """Continue the last warming job of a library with the same options."""
-    from qcfuse_rag.cli.job_lock import require_no_other_job
+    from qcfuse_rag.cli.library.job_lock import require_no_other_job
 
     require_no_other_job(store)
     with _without_collection():
@@ -109,7 +109,7 @@ def warm_prefix_command(store: Library, options: PrefixOptions, as_json: Json = 
 @warm_app.command("status")
 def warm_status(store: Library, as_json: Json = False) -> None:
     """Show the progress of the last warming job of a library."""
-    from qcfuse_rag.cli.job_record import show_status
+    from qcfuse_rag.cli.library.job_record import show_status
 
     show_status(store, as_json=as_json)
 

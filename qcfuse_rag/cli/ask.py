@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, size
-from qcfuse_rag.cli.library_session import LibraryAnswer, open_session
+from qcfuse_rag.cli.library.session import LibraryAnswer, open_session
 from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decode import Generation

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qcfuse_rag.cli.ask import print_answer
 from qcfuse_rag.cli.console import ERR, print_line, print_note
-from qcfuse_rag.cli.library_session import LibraryAnswer, LibrarySession, open_session
+from qcfuse_rag.cli.library.session import LibraryAnswer, LibrarySession, open_session
 from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.prompts.template import Message

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, status
-from qcfuse_rag.cli.library import existing_store_folder
-from qcfuse_rag.cli.library_settings import LibrarySettings
+from qcfuse_rag.cli.library.folder import existing_store_folder
+from qcfuse_rag.cli.library.settings import LibrarySettings
 from qcfuse_rag.cli.measuring_options import ProfileOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, print_line, print_note, status
-from qcfuse_rag.cli.job_lock import job_lock
-from qcfuse_rag.cli.job_record import forget_source
-from qcfuse_rag.cli.library import (
+from qcfuse_rag.cli.library.folder import (
     existing_store_folder,
     has_secret,
     index_folder,
@@ -25,8 +23,10 @@ from qcfuse_rag.cli.library import (
     require_extra,
     store_folder,
 )
-from qcfuse_rag.cli.library_settings import LibrarySettings
-from qcfuse_rag.cli.open_engine import open_engine, print_verdict_note
+from qcfuse_rag.cli.library.job_lock import job_lock
+from qcfuse_rag.cli.library.job_record import forget_source
+from qcfuse_rag.cli.library.open_engine import open_engine, print_verdict_note
+from qcfuse_rag.cli.library.settings import LibrarySettings
 from qcfuse_rag.cli.options import ServeOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError

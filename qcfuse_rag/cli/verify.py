@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, print_json, print_line, progress_bar
-from qcfuse_rag.cli.library import existing_store_folder, index_folder, open_library_store
-from qcfuse_rag.cli.library_settings import LibrarySettings
+from qcfuse_rag.cli.library.folder import existing_store_folder, index_folder, open_library_store
+from qcfuse_rag.cli.library.open_engine import open_engine
+from qcfuse_rag.cli.library.settings import LibrarySettings
 from qcfuse_rag.cli.measuring_options import VerifyOptions
-from qcfuse_rag.cli.open_engine import open_engine
 from qcfuse_rag.engine.verdict import EXACTNESS, Check, Trial, Verdict
 from qcfuse_rag.retrieval.index import PASSAGES, read_passages
 from qcfuse_rag.store.backends.memory import MemoryStore

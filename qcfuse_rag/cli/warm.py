@@ -14,18 +14,24 @@ import torch
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, print_note, progress_bar, size
-from qcfuse_rag.cli.documents import check_paths, index_passages, read_documents, require_passages, vanished_files
-from qcfuse_rag.cli.job_lock import job_lock
-from qcfuse_rag.cli.job_record import JobRecord
-from qcfuse_rag.cli.library import (
+from qcfuse_rag.cli.library.documents import (
+    check_paths,
+    index_passages,
+    read_documents,
+    require_passages,
+    vanished_files,
+)
+from qcfuse_rag.cli.library.folder import (
     KV_FOLDER,
     has_secret,
     index_folder,
     open_library_store,
     require_library,
 )
-from qcfuse_rag.cli.library_settings import LibrarySettings, model_name
-from qcfuse_rag.cli.open_engine import open_engine
+from qcfuse_rag.cli.library.job_lock import job_lock
+from qcfuse_rag.cli.library.job_record import JobRecord
+from qcfuse_rag.cli.library.open_engine import open_engine
+from qcfuse_rag.cli.library.settings import LibrarySettings, model_name
 from qcfuse_rag.cli.options import CorpusOptions, WarmOptions, WeightsChoice
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.engine import FusionEngine

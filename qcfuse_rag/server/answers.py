@@ -15,15 +15,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.server.answer_formats import AnswerFormat, ChatFormat, CompletionFormat
 from qcfuse_rag.server.backend import Backend
-from qcfuse_rag.server.completion_request import CompletionRequest
 from qcfuse_rag.server.connections import CLIENT_CLOSED, long_json_response, wait_while_connected
-from qcfuse_rag.server.error_responses import error_body, error_response
-from qcfuse_rag.server.events import Event
-from qcfuse_rag.server.generation_request import GenerationRequest
-from qcfuse_rag.server.json_body import JsonBodies
-from qcfuse_rag.server.request import ChatRequest
+from qcfuse_rag.server.protocol.answer_formats import AnswerFormat, ChatFormat, CompletionFormat
+from qcfuse_rag.server.protocol.chat_request import ChatRequest
+from qcfuse_rag.server.protocol.completion_request import CompletionRequest
+from qcfuse_rag.server.protocol.error_responses import error_body, error_response
+from qcfuse_rag.server.protocol.events import Event
+from qcfuse_rag.server.protocol.generation_request import GenerationRequest
+from qcfuse_rag.server.protocol.json_body import JsonBodies
 
 LOG = logging.getLogger(__name__)
 

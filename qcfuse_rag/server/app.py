@@ -19,8 +19,8 @@ from qcfuse_rag.server.auth_middleware import AuthMiddleware, RequestLimits
 from qcfuse_rag.server.backend import Backend
 from qcfuse_rag.server.documents import add_document_routes
 from qcfuse_rag.server.embeddings import add_embedding_route
-from qcfuse_rag.server.error_responses import error_response
-from qcfuse_rag.server.json_body import JsonBodies
+from qcfuse_rag.server.protocol.error_responses import error_response
+from qcfuse_rag.server.protocol.json_body import JsonBodies
 
 if TYPE_CHECKING:  # needs the extra `cli`
     from qcfuse_rag.server.library import ServedLibrary

@@ -12,8 +12,8 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qcfuse_rag.server.error_responses import error_response
 from qcfuse_rag.server.playground import is_static
+from qcfuse_rag.server.protocol.error_responses import error_response
 
 PUBLIC_PATHS = ("/healthz",)
 """Paths without authentication; they reveal nothing about the model or the store."""

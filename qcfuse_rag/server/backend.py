@@ -24,10 +24,10 @@ from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_prefill
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.server.events import AnswerTokens, Event, PlainReader, last_event, redact_report, total_usage
-from qcfuse_rag.server.generation_request import GenerationRequest
 from qcfuse_rag.server.idle_warming import IdleWarming
-from qcfuse_rag.server.request import ChatRequest
+from qcfuse_rag.server.protocol.chat_request import ChatRequest
+from qcfuse_rag.server.protocol.events import AnswerTokens, Event, PlainReader, last_event, redact_report, total_usage
+from qcfuse_rag.server.protocol.generation_request import GenerationRequest
 
 if TYPE_CHECKING:  # needs the extra `cli`
     from qcfuse_rag.server.library import ServedLibrary

@@ -14,8 +14,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.server.error_responses import error_body, error_response
-from qcfuse_rag.server.generation_request import FailFastList
+from qcfuse_rag.server.protocol.error_responses import error_body, error_response
+from qcfuse_rag.server.protocol.generation_request import FailFastList
 
 if TYPE_CHECKING:  # needs the extra `cli`
     from qcfuse_rag.server.library import ServedLibrary

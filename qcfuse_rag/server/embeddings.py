@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.server.connections import CLIENT_CLOSED, long_json_response, wait_while_connected
-from qcfuse_rag.server.error_responses import error_response
-from qcfuse_rag.server.generation_request import FailFastList
-from qcfuse_rag.server.json_body import JsonBodies
+from qcfuse_rag.server.protocol.error_responses import error_response
+from qcfuse_rag.server.protocol.generation_request import FailFastList
+from qcfuse_rag.server.protocol.json_body import JsonBodies
 
 if TYPE_CHECKING:  # needs the extra `cli`
     from qcfuse_rag.server.library import ServedLibrary

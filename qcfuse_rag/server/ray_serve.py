@@ -39,11 +39,11 @@ from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import RequestLimits
 from qcfuse_rag.server.backend import EngineBackend
-from qcfuse_rag.server.completion_request import CompletionRequest
-from qcfuse_rag.server.events import Event
-from qcfuse_rag.server.generation_request import MAX_ANSWERS, GenerationRequest
 from qcfuse_rag.server.playground import add_playground
-from qcfuse_rag.server.request import ChatRequest
+from qcfuse_rag.server.protocol.chat_request import ChatRequest
+from qcfuse_rag.server.protocol.completion_request import CompletionRequest
+from qcfuse_rag.server.protocol.events import Event
+from qcfuse_rag.server.protocol.generation_request import MAX_ANSWERS, GenerationRequest
 from qcfuse_rag.server.routing import CacheAffinity
 from qcfuse_rag.store.factory import open_store
 

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.bundled import Question, corpus, demonstration_questions
-from qcfuse_rag.cli.demo import SHOWN, chosen_questions
-from qcfuse_rag.cli.demo_page import demo_page
-from qcfuse_rag.cli.demo_pair import AnsweredPair, PairView, TimedAnswer, ask_both
-from qcfuse_rag.cli.demo_table import summarise, summary_table
+from qcfuse_rag.cli.demo.command import SHOWN, chosen_questions
+from qcfuse_rag.cli.demo.page import demo_page
+from qcfuse_rag.cli.demo.pair import AnsweredPair, PairView, TimedAnswer, ask_both
+from qcfuse_rag.cli.demo.table import summarise, summary_table
 from qcfuse_rag.cli.options import DemoOptions
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION

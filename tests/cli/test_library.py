@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag.cli.library_settings import LibrarySettings
+from qcfuse_rag.cli.library.settings import LibrarySettings
 from qcfuse_rag.cli.serve import served_model_id
 from qcfuse_rag.prompts.template import PromptTemplate
 from tests.support.cases import cases

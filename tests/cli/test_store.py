@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from qcfuse_rag import DiskStore, open_store
-from qcfuse_rag.cli.job_record import JobRecord
+from qcfuse_rag.cli.library.job_record import JobRecord
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.retrieval.index import Passage, PassageIndex
 from qcfuse_rag.retrieval.retrieval_log import RetrievalLog

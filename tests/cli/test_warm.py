@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore
-from qcfuse_rag.cli.job_lock import RECORD_NAME, job_lock
-from qcfuse_rag.cli.library import KV_FOLDER
+from qcfuse_rag.cli.library.folder import KV_FOLDER
+from qcfuse_rag.cli.library.job_lock import RECORD_NAME, job_lock
 from qcfuse_rag.retrieval.index import PassageIndex
 from tests.support.cli import Run
 from tests.support.engines import METHOD_OPTIONS
@@ -189,7 +189,7 @@ def test_a_job_that_was_killed_is_called_so_and_resumed(run: Run, model_folder: 
     rows.write_text("\n".join(json.dumps({"text": f"Passage {i} about boats.", "source": str(i)}) for i in range(40)))
     store = tmp_path / "s"
     program = (
-        "import os, signal, sys; from qcfuse_rag.cli import job_record, app\n"
+        "import os, signal, sys; from qcfuse_rag.cli import app; from qcfuse_rag.cli.library import job_record\n"
         "def advance(self, done, total):\n"
         "    self.done_tokens, self.total_tokens = done, total; self.save()\n"
         "    if done * 2 > total: os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -27,8 +27,8 @@ from qcfuse_rag.prompts.length_limit import CHEAP_CHARACTERS
 from qcfuse_rag.prompts.special_tokens import RenderedText
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import MAX_PREPARING, EngineBackend
-from qcfuse_rag.server.events import Event
-from qcfuse_rag.server.request import ChatRequest
+from qcfuse_rag.server.protocol.chat_request import ChatRequest
+from qcfuse_rag.server.protocol.events import Event
 from tests.support.cases import cases
 from tests.support.cli import Run
 from tests.support.engines import make_engine

@@ -16,8 +16,8 @@ from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.server import idle_warming
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
-from qcfuse_rag.server.client_passages import marked_passages
 from qcfuse_rag.server.idle_warming import IdleWarming
+from qcfuse_rag.server.protocol.client_passages import marked_passages
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.library import stored

@@ -17,8 +17,8 @@ from starlette.exceptions import HTTPException
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import UNCOUNTED_BYTES, RequestLimits
 from qcfuse_rag.server.documents import AddRequest
-from qcfuse_rag.server.json_body import MAX_TOKENS, count_tokens, parse_body
-from qcfuse_rag.server.request import ChatRequest
+from qcfuse_rag.server.protocol.chat_request import ChatRequest
+from qcfuse_rag.server.protocol.json_body import MAX_TOKENS, count_tokens, parse_body
 from tests.server.test_refusals import PATH, FixedBackend
 from tests.support import seams
 from tests.support.serving import ASKED, JSON, ask, client, error

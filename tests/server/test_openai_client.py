@@ -16,8 +16,8 @@ from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.generation.logprobs import content_logprobs
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend, next_seed
-from qcfuse_rag.server.generation_request import MAX_ANSWERS
-from qcfuse_rag.server.request import ChatRequest
+from qcfuse_rag.server.protocol.chat_request import ChatRequest
+from qcfuse_rag.server.protocol.generation_request import MAX_ANSWERS
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION

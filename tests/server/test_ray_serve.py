@@ -17,9 +17,9 @@ from ray.serve.exceptions import BackPressureError
 
 from qcfuse_rag import RayWorkers
 from qcfuse_rag.server import ray_serve
-from qcfuse_rag.server.events import Event
+from qcfuse_rag.server.protocol.chat_request import ChatRequest
+from qcfuse_rag.server.protocol.events import Event
 from qcfuse_rag.server.ray_serve import MAX_ATTEMPTS, DeploymentBackend, EngineDeployment, EngineReplica, Ingress
-from qcfuse_rag.server.request import ChatRequest
 from tests.support.cli import Run
 from tests.support.engines import METHOD
 from tests.support.serving import ASKED, ask, client, error

@@ -16,9 +16,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import LOOPBACK, RequestLimits
-from qcfuse_rag.server.events import Event
 from qcfuse_rag.server.http_server import SPARE_CONNECTIONS, make_server
-from qcfuse_rag.server.request import ChatRequest
+from qcfuse_rag.server.protocol.chat_request import ChatRequest
+from qcfuse_rag.server.protocol.events import Event
 from tests.support import seams
 from tests.support.serving import ASKED, JSON, ask, client, error
 

@@ -22,7 +22,7 @@ from qcfuse_rag.fusion.prefix_cache import common_length
 from qcfuse_rag.ingestion.readers import TextSplitting
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.system_prefix import system_prefix
-from qcfuse_rag.server.request import ChatRequest
+from qcfuse_rag.server.protocol.chat_request import ChatRequest
 
 DOCUMENT = r"\[Document \d+: (.*?)\]\n\n(?=\[Document \d+: |Question: )"
 """Matches the documents in the messages of the public trace glbyktjys/NonPrefix_LMCacheDataset."""

@@ -17,8 +17,8 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.server.client_passages import marked_passages
-from qcfuse_rag.server.generation_request import MAX_TOP_LOGPROBS, FailFastList, GenerationRequest
+from qcfuse_rag.server.protocol.client_passages import marked_passages
+from qcfuse_rag.server.protocol.generation_request import MAX_TOP_LOGPROBS, FailFastList, GenerationRequest
 
 
 class TextPart(BaseModel):

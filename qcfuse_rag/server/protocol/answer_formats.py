@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from qcfuse_rag.server.events import Event
+from qcfuse_rag.server.protocol.events import Event
 
 
 class AnswerFormat(Protocol):

@@ -13,7 +13,7 @@ from pydantic import Field
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.server.generation_request import (
+from qcfuse_rag.server.protocol.generation_request import (
     MAX_ANSWERS,
     MAX_TOP_LOGPROBS,
     OFF,

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from qcfuse_rag.cli.demo_pair import AnsweredPair
+from qcfuse_rag.cli.demo.pair import AnsweredPair
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">

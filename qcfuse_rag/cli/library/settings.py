@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.cli.library import SETTINGS_NAME, library_of
+from qcfuse_rag.cli.library.folder import SETTINGS_NAME, library_of
 from qcfuse_rag.cli.options import CorpusOptions, MethodOptions, ModelOptions, WeightsChoice
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method

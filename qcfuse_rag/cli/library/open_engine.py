@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import print_note, status
-from qcfuse_rag.cli.library_settings import LibrarySettings
+from qcfuse_rag.cli.library.settings import LibrarySettings
 from qcfuse_rag.cli.options import WordingOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.verdict import verdict_problem

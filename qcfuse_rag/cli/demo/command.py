@@ -13,11 +13,11 @@ from rich.live import Live
 
 from qcfuse_rag.bundled import Question, corpus, default_embedder, default_model, demonstration_questions
 from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar, size, status
-from qcfuse_rag.cli.demo_page import demo_page
-from qcfuse_rag.cli.demo_pair import AnsweredPair, PairView, ask_both
-from qcfuse_rag.cli.demo_table import summarise, summary_table
-from qcfuse_rag.cli.library import require_extra
-from qcfuse_rag.cli.open_engine import print_profile_note
+from qcfuse_rag.cli.demo.page import demo_page
+from qcfuse_rag.cli.demo.pair import AnsweredPair, PairView, ask_both
+from qcfuse_rag.cli.demo.table import summarise, summary_table
+from qcfuse_rag.cli.library.folder import require_extra
+from qcfuse_rag.cli.library.open_engine import print_profile_note
 from qcfuse_rag.cli.options import DemoOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.ingestion.summary import WarmSummary

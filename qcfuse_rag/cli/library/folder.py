@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from qcfuse_rag.cli.job_lock import RECORD_NAME
+from qcfuse_rag.cli.library.job_lock import RECORD_NAME
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.retrieval.index import EMBEDDINGS, METADATA, PASSAGES, PassageIndex
 from qcfuse_rag.retrieval.retrieval_log import FILE_NAME as LOG_NAME

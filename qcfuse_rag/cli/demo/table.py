@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from qcfuse_rag.cli.demo_pair import AnsweredPair, TimedAnswer
+from qcfuse_rag.cli.demo.pair import AnsweredPair, TimedAnswer
 
 
 def summarise(pairs: Sequence[AnsweredPair]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.cli.console import progress_bar
-from qcfuse_rag.cli.library import require_extra
+from qcfuse_rag.cli.library.folder import require_extra
 from qcfuse_rag.cli.options import CorpusOptions, WarmOptions
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.engine import FusionEngine

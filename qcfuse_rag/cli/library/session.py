@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcfuse_rag.cli.library import index_folder, open_library_store, require_extra, require_library
-from qcfuse_rag.cli.library_settings import LibrarySettings, model_name
-from qcfuse_rag.cli.open_engine import open_engine, print_verdict_note
+from qcfuse_rag.cli.library.folder import index_folder, open_library_store, require_extra, require_library
+from qcfuse_rag.cli.library.open_engine import open_engine, print_verdict_note
+from qcfuse_rag.cli.library.settings import LibrarySettings, model_name
 from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.generation.decode import Generation, TextStream
