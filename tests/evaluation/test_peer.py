@@ -25,10 +25,10 @@ OTHER_SIDES = {
 @pytest.mark.real
 def test_all_sides_answer(run: Run) -> None:
     pytest.importorskip("xllamacpp")
-    result = run.json("bench", "peer", "--context", 64, "--answers", "3", "--repeats", 1)
+    result = run.json("bench", "peer", "--context", 64, "--answers", "3", "--repeats", 1, "--ratios", ".05,.2")
     assert 64 < result["prompt_tokens"] < 192
     assert "float16 weights" in result["about"]["dtype"]
-    assert {row["side"] for row in result["rows"]} == {"full", "auto"} | OTHER_SIDES
+    assert {row["side"] for row in result["rows"]} == {"full", "auto, 5 %", "auto, 20 %"} | OTHER_SIDES
     for row in result["rows"]:
         assert row["first_token_s"] > 0
         assert list(row["answer_s"]) == ["3"]

@@ -141,7 +141,11 @@ def _engine_sides(
         assert len(generation.ids) == length
         return time.perf_counter() - started
 
-    return {side.label: partial(answer, side) for side in methods}
+    return {_side_name(side): partial(answer, side) for side in methods}
+
+
+def _side_name(side: Configuration) -> str:
+    return side.label if side.label == "full" or side.ratio is None else f"{side.label}, {100 * side.ratio:g} %"
 
 
 def _peer_sides(server: Any, prompts: Prompts, length: int) -> dict[str, Callable[[], float]]:
