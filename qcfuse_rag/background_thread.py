@@ -21,18 +21,17 @@ class BackgroundThread(threading.Thread):
     """
 
     def __init__(self, run: Callable[[], object], *, name: str, close: Callable[[], object]) -> None:
-        super().__init__(name=name, daemon=True)
-        self._run, self._close = run, close
+        super().__init__(target=self._run_to_end, args=(run,), name=name, daemon=True)
+        self._close = close
         atexit.register(self._at_exit)
         self.start()
 
-    def run(self) -> None:
-        """Run, then keep the owner alive no longer."""
+    def _run_to_end(self, run: Callable[[], object]) -> None:
         try:
-            self._run()
-        finally:
+            run()
+        finally:  # keep the owner alive no longer
             atexit.unregister(self._at_exit)
-            self._run = self._close = lambda: None
+            self._close = lambda: None
 
     def _at_exit(self) -> None:
         if self.is_alive():  # it is not in a forked process
