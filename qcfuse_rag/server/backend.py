@@ -192,7 +192,8 @@ class EngineBackend:
         """Return the last event of a request with the usage of all answers, and the report of the first one."""
         report = redact_report(generations[0].report)
         if self._keep is not None:
-            self._keep.add(_unknown_passages(request, first.prompt, report, passages))
+            unknown = _unknown_passages(request, first.prompt, report, passages)
+            self._keep.add(await asyncio.to_thread(list, unknown))  # a long prompt may have thousands of parts
         return replace(
             last,
             usage=total_usage(generations, request.answer_count),

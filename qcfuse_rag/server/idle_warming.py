@@ -19,9 +19,6 @@ IDLE_S = 0.5
 LONGEST = 2048
 """Tokens of the longest passage that is kept; a passage is computed in one pass, beside which requests are slower."""
 
-LONGEST_TOKEN = 16
-"""Characters of a token at most, on average over a passage; a longer text is not tokenized."""
-
 
 class IdleWarming:
     """Warms passages in a thread of its own, one at a time.
@@ -86,7 +83,7 @@ class IdleWarming:
 
     def _warm(self, text: str, source: str) -> None:
         engine = self._handle.engine
-        if len(text) > LONGEST * LONGEST_TOKEN or len(engine.prompts.chunk_ids(text)) > LONGEST:
+        if len(text) > LONGEST * engine.prompts.longest_token or len(engine.prompts.chunk_ids(text)) > LONGEST:
             LOG.warning("a passage of more than %d tokens that was sent is not kept", LONGEST)
             return
         self.warmed += engine.warm([text], sources=[source], replace=False).warmed > 0

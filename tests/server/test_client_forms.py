@@ -90,62 +90,63 @@ async def test_a_context_in_the_last_message_is_found_behind_a_history_without_i
         messages += [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": text}]
 
 
-@pytest.mark.parametrize("mark", MARKED.values(), ids=list(MARKED))
-async def test_what_a_client_has_retrieved_itself_is_warm_the_next_time(
-    mark: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With `--keep`; the question around the passage is not kept."""
+@pytest.fixture
+async def keeping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[httpx.AsyncClient, FusionEngine, IdleWarming]]:
+    """A server with `--keep` over an empty store."""
     monkeypatch.setattr(idle_warming, "IDLE_S", 0.02)
     lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), build_tokenizer(lambda: [*PASSAGES]))
-    handle = EngineHandle.wrap(make_engine(lm, MemoryStore(), prefix_bytes=0))
+    engine = make_engine(lm, MemoryStore(), prefix_bytes=0)
+    handle = EngineHandle.wrap(engine)
     keep = IdleWarming(handle)
     backend = EngineBackend(handle, "tiny", keep=keep)
-    message = {"role": "user", "content": mark.format(PASSAGES[0]) + QUESTION}
     async with client(make_app(backend)) as http:
-        for turn in range(2):
-            reply = (await post(http, "chat/completions", model="tiny", max_tokens=2, messages=[message])).json()
-            hits = [lookup["hit"] for lookup in reply["fusion"]["lookups"] if lookup["role"] == "chunk"]
-            assert hits == [True] * turn
-            await until(lambda: keep.warmed == 1)
-        await asyncio.sleep(0.1)
-        assert keep.warmed == 1
-    assert stored(handle.engine) == {PASSAGES[0]}
+        yield http, engine, keep
     backend.close()
 
 
-async def test_a_file_of_warmed_passages_is_not_kept_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle_warming, "IDLE_S", 0.02)
-    lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), build_tokenizer(lambda: [*PASSAGES]))
-    handle = EngineHandle.wrap(make_engine(lm, MemoryStore(), prefix_bytes=0))
-    handle.engine.warm(PASSAGES[:2])
-    before = len([*handle.engine.store.entries()])
-    backend = EngineBackend(handle, "tiny", keep=IdleWarming(handle))
-    content = CONTEXT.format(text="\n".join(PASSAGES[:2]).replace(". ", ".\n"), question=QUESTION)
-    async with client(make_app(backend)) as http:
-        body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": content}]}
-        reply = (await post(http, "chat/completions", **body)).json()
-        assert {lookup["hit"] for lookup in reply["fusion"]["lookups"] if lookup["role"] == "chunk"} == {True}
-        await asyncio.sleep(0.2)
-    assert len([*handle.engine.store.entries()]) == before
-    backend.close()
+async def chunk_hits(http: httpx.AsyncClient, content: str) -> list[bool]:
+    body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": content}]}
+    lookups = (await post(http, "chat/completions", **body)).json()["fusion"]["lookups"]
+    return [lookup["hit"] for lookup in lookups if lookup["role"] == "chunk"]
+
+
+@pytest.mark.parametrize("mark", MARKED.values(), ids=list(MARKED))
+async def test_what_a_client_has_retrieved_itself_is_warm_the_next_time(
+    mark: str, keeping: tuple[httpx.AsyncClient, FusionEngine, IdleWarming]
+) -> None:
+    """The question around the passage is not kept."""
+    http, engine, keep = keeping
+    for turn in range(2):
+        assert await chunk_hits(http, mark.format(PASSAGES[0]) + QUESTION) == [True] * turn
+        await until(lambda: keep.warmed == 1)
+    await asyncio.sleep(0.1)
+    assert keep.warmed == 1
+    assert stored(engine) == {PASSAGES[0]}
+
+
+async def test_a_file_of_warmed_passages_is_not_kept_as_a_whole(
+    keeping: tuple[httpx.AsyncClient, FusionEngine, IdleWarming],
+) -> None:
+    http, engine, _ = keeping
+    engine.warm(PASSAGES[:2])
+    before = len([*engine.store.entries()])
+    text = "\n".join(PASSAGES[:2]).replace(". ", ".\n")
+    assert set(await chunk_hits(http, CONTEXT.format(text=text, question=QUESTION))) == {True}
+    await asyncio.sleep(0.2)
+    assert len([*engine.store.entries()]) == before
 
 
 def test_marks_are_found_in_time_that_grows_with_the_text() -> None:
     assert marked_passages("<source id='1'>" * 3 + "one</source><source id='2'> two </source>") == ["one", "two"]
     assert marked_passages("<source id='1'></source> </source> [CONTEXT 1]:\n") == []
-    for opening in (
-        "<source ",
-        "<source id='1'>",
-        "[CONTEXT 1]:\n",
-        "<![CDATA[",
-        "</source>",
-        "\n[END CONTEXT ",
-        "]]>",
-    ):
-        text = opening * (4_000_000 // len(opening))
+    marks = ("<source ", "<source id='1'>", "[CONTEXT 1]:\n", "<![CDATA[", "</source>", "\n[END CONTEXT ", "]]>")
+    for mark in marks:
+        text = mark * (4_000_000 // len(mark))
         began = time.perf_counter()
         assert marked_passages(text) == []
-        assert time.perf_counter() - began < 5, opening
+        assert time.perf_counter() - began < 5, mark
 
 
 async def test_documents_are_given_beside_a_history_that_has_some(http: httpx.AsyncClient) -> None:

@@ -23,7 +23,7 @@ from qcfuse_rag.bundled import corpus, questions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.environment import about_run
-from qcfuse_rag.evaluation.quality.configurations import Configuration
+from qcfuse_rag.evaluation.quality.configurations import FULL, Configuration
 from qcfuse_rag.evaluation.quality.tables import figures
 from qcfuse_rag.evaluation.speed.ceilings import take_turns
 from qcfuse_rag.generation.decode import TextStream
@@ -145,7 +145,7 @@ def _engine_sides(
 
 
 def _side_name(side: Configuration) -> str:
-    return side.label if side.label == "full" or side.ratio is None else f"{side.label}, {100 * side.ratio:g} %"
+    return side.label if side.label == FULL or side.ratio is None else f"{side.label}, {100 * side.ratio:g} %"
 
 
 def _peer_sides(server: Any, prompts: Prompts, length: int) -> dict[str, Callable[[], float]]:

@@ -13,7 +13,7 @@ MARKS = (
     (re.compile(r"\[CONTEXT \d{1,6}\]:\n"), "\n[END CONTEXT "),
     (re.compile(r"<!\[CDATA\["), "]]>"),
 )
-"""What stands before and behind a passage, for each client."""
+"""The text before and after a passage, for each client."""
 
 
 def marked_passages(text: str) -> list[str]:
