@@ -64,7 +64,6 @@ class BatchPrefiller:
 
     def __init__(self, target: PrefillTarget) -> None:
         self._target = target
-        self._primed_prefix: ChunkKV | None = None
         self._instruction_tokens = len(instruction_ids(target.lm.tokenizer))
 
     def run(self, batch: Batch, system_prefix: ChunkKV | None) -> BatchResult:
@@ -96,9 +95,7 @@ class BatchPrefiller:
             return enrich_chunks(target.lm, chunks, prefixes, batch.prefix_tokens)
         prefix = system_prefix
         if base.primed:
-            if self._primed_prefix is None:
-                self._primed_prefix = prefill_chunk(target.lm, target.prefix_ids + target.primer)
-            prefix = self._primed_prefix
+            prefix = target.primed_prefix
         elif not base.after_prefix:
             ids = base.prefix(target.prefix_ids)
             prefix = prefill_chunk(target.lm, ids) if ids else None

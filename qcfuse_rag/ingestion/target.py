@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from functools import cached_property
 
+from qcfuse_rag.ingestion.prefill import prefill_chunk
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.header import entry_bytes
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import Base
@@ -15,7 +18,7 @@ Ids = tuple[int, ...]
 """Token ids of one text."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PrefillTarget:
     """A model, the store that its caches go to, and the fixed texts in front of chunks.
 
@@ -30,6 +33,14 @@ class PrefillTarget:
     store: KVStore
     prefix_ids: Ids
     primer: Ids = ()
+
+    @cached_property
+    def primed_prefix(self) -> ChunkKV:
+        """Keys and values in front of primed chunks: system prefix and primer, some 900 tokens.
+
+        They are computed once for all jobs, so that a job of one passage does not take twice as long for them.
+        """
+        return prefill_chunk(self.lm, self.prefix_ids + self.primer)
 
     def key(self, base: Base, ids: Ids) -> ChunkKey:
         """Return the key of a chunk under a base."""

@@ -57,6 +57,22 @@ def test_a_primed_chunk_does_not_depend_on_other_entries(llama: LanguageModel, w
             assert torch.allclose(a, b, atol=1e-5)
 
 
+def test_the_primer_is_computed_once_for_all_jobs(llama: LanguageModel) -> None:
+    engine, rows = FusionEngine(llama, MemoryStore(), method=UNGUARDED), []
+    embeddings = llama.model.get_input_embeddings()
+    hook = embeddings.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].numel()))
+    try:
+        computed = []
+        for text in PASSAGES[:2]:
+            rows.clear()
+            engine.warm([text])
+            computed.append(sum(rows) - 2 * len(engine.prompts.chunk_ids(text)))
+    finally:
+        hook.remove()
+    primer = primer_ids([engine.prompts.chunk_ids(passage) for passage in PRIMER], llama.window.tokens)
+    assert computed[0] >= computed[1] + len(primer), "beside the passages themselves"
+
+
 def test_warming_for_auto_keeps_both_caches_it_reads(llama: LanguageModel) -> None:
     engine = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
     assert engine.corpus.bases == (PRIMED, FRAMED)
