@@ -51,7 +51,8 @@ class Check:
         """Whether the value is within the limit."""
         if self.limit is None:
             return True
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
+        value = round(self.value, 9)  # 0.55 - 0.45 is at most 0.1
+        return value >= self.limit if self.at_least else value <= self.limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,13 @@ def test_a_verdict_is_found_again_by_model_method_and_numbers(kept: FusionEngine
     assert find_verdict(kept.lm, kept.store, QCFUSE) is None
 
 
+def test_a_check_passes_at_its_limit_whatever_is_rounded() -> None:
+    lost = 0.55 - 0.45
+    assert lost > 0.1
+    assert Check("multi-hop", lost, 0.1, False, "made up").passed
+    assert not Check("multi-hop", 0.55 - 0.425, 0.1, False, "made up").passed
+
+
 @pytest.mark.parametrize("method", [make_method("auto"), make_method("epic")], ids=lambda method: method.name)
 def test_a_profile_leaves_the_verdict_on_a_method_that_does_not_read_it(
     kept: FusionEngine, tmp_path: Path, method: Method
