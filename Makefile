@@ -16,8 +16,8 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt integrations/*/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q $(PIP_FLAGS) -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e ".[cli,dev]" \
+	$(BIN)/pip install -q --no-compile $(PIP_FLAGS) -c constraints.txt torch
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e ".[cli,dev]" \
 		-e integrations/llama-index-llms-qcfuse -e integrations/langchain-qcfuse \
 		llama-index-embeddings-huggingface
 	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/share/qcfuse -c constraints.txt \

@@ -42,10 +42,6 @@ class PartialAnswer:
         """Number of tokens until the length limit."""
         return self._max_new_tokens - len(self.ids)
 
-    def is_end_token(self, token: int) -> bool:
-        """Return whether a token ends the model's answers."""
-        return token in self._end_tokens
-
     def push(self, token: int) -> str:
         """Add a token; return the text that is now certain, often empty. May set `finish_reason`."""
         self.ids.append(token)

@@ -11,7 +11,6 @@ from torch.nn import functional
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.ingestion.chunk_attention import ContextAttention
 from qcfuse_rag.ingestion.token_ranking import TokenRanking, instruction_ids
-from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -19,17 +18,6 @@ from qcfuse_rag.runtime.placement import rotate_buffer
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
-
-
-def capture(lm: LanguageModel, prompt: Prompt) -> list[ChunkKV]:
-    """Compute a prompt's passages behind its system prefix; return every passage but the first.
-
-    Only the system prefix and the passages are computed: the results contain nothing of question or conversation.
-
-    Raises:
-        PromptTooLong: if system prefix and passages exceed the context window.
-    """
-    return capture_chunks(lm, prompt.prefix_ids, [span.segment.stored_ids for span in prompt.chunks])
 
 
 @torch.inference_mode()

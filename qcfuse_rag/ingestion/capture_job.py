@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -47,10 +47,6 @@ class CaptureSummary:
     size_bytes: int
     elapsed_s: float
     failed: tuple[tuple[int, str], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
 
 
 class CaptureJob:

@@ -23,11 +23,9 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import Ranking
 
 
-def prefill_chunk(
-    lm: LanguageModel, ids: tuple[int, ...], *, prefix: ChunkKV | None = None, ranking: Ranking = "instruction"
-) -> ChunkKV:
+def prefill_chunk(lm: LanguageModel, ids: tuple[int, ...], *, prefix: ChunkKV | None = None) -> ChunkKV:
     """Compute the keys and values of one chunk; see `prefill_chunks`."""
-    return prefill_chunks(lm, [ids], prefix=prefix, ranking=ranking)[0]
+    return prefill_chunks(lm, [ids], prefix=prefix)[0]
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ from qcfuse_rag.evaluation.quality.configurations import configurations
 from qcfuse_rag.evaluation.speed import peer
 from qcfuse_rag.evaluation.speed.peer import PeerOptions, compare_peer
 from qcfuse_rag.generation.stop_criteria import end_tokens
+from tests.support import seams
 from tests.support.cli import Run
 
 OTHER_SIDES = {
@@ -23,8 +24,9 @@ OTHER_SIDES = {
 
 
 @pytest.mark.real
-def test_all_sides_answer(run: Run) -> None:
+def test_all_sides_answer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("xllamacpp")
+    seams.pause_between_sides(monkeypatch, 0)  # no figure here is compared
     result = run.json("bench", "peer", "--context", 64, "--answers", "3", "--repeats", 1, "--ratios", ".05,.2")
     assert 64 < result["prompt_tokens"] < 192
     assert "float16 weights" in result["about"]["dtype"]

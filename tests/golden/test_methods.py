@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from qcfuse_rag import METHODS, FusionEngine, LanguageModel, MemoryStore, Method, Prompt, make_method
 from qcfuse_rag.fusion.selectors import SelectNone
@@ -16,6 +15,7 @@ from qcfuse_rag.store.prefill_base import BEGUN, BLIND, ENRICHED, FRAMED, PRIMED
 from tests.support import references
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.references import error
 
 TOLERANCE = 1e-4
 WITH_RATIO = sorted(name for name, build in METHODS.items() if "ratio" in inspect.signature(build).parameters)
@@ -54,10 +54,6 @@ def ask_in_another_order(warmed: FusionEngine) -> Prompt:
 @pytest.fixture(scope="module")
 def prompt(warmed: FusionEngine) -> Prompt:
     return ask_in_another_order(warmed)
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().max())
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value) if value else "")

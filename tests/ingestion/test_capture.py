@@ -11,7 +11,7 @@ from torch import Tensor
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.ingestion import chunk_attention as statistics
-from qcfuse_rag.ingestion.capture import capture, capture_chunks
+from qcfuse_rag.ingestion.capture import capture_chunks
 from qcfuse_rag.ingestion.prefill import prefill_chunk
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -28,6 +28,11 @@ TOLERANCE = 1e-4
 @pytest.fixture
 def prompt(engine: FusionEngine) -> Prompt:
     return engine.prompt(QUESTION, PASSAGES)
+
+
+def capture(lm: LanguageModel, prompt: Prompt) -> list[ChunkKV]:
+    """Capture a prompt's passages, as `Corpus.capture` does."""
+    return capture_chunks(lm, prompt.prefix_ids, [span.segment.stored_ids for span in prompt.chunks])
 
 
 def eager_attention(lm: LanguageModel, ids: tuple[int, ...]) -> Tensor:

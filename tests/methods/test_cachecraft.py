@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
 from qcfuse_rag.fusion.report import FusionReport, Lookup
@@ -23,6 +22,7 @@ from qcfuse_rag.store.variant_slots import Slot, filled_slots
 from tests.support import references
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.references import error
 
 TOLERANCE = 1e-4
 A, B, C = PASSAGES
@@ -94,10 +94,6 @@ def table_of(engine: FusionEngine, prompt: Prompt, chosen: list[ChunkKV | None])
         (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
         for layer in range(engine.lm.n_layers)
     ]
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().max())
 
 
 @pytest.mark.parametrize(

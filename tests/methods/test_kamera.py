@@ -21,6 +21,7 @@ from qcfuse_rag.store.variant_slots import Slot, filled_slots, slot_key
 from tests.support import references
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.references import error
 
 TOLERANCE = 1e-4
 A, B, C, D = (hash_ids([number]) for number in range(4))
@@ -29,10 +30,6 @@ A, B, C, D = (hash_ids([number]) for number in range(4))
 def slot(context: tuple[str, ...], inter: tuple[float, ...] = ()) -> Slot:
     chunk = replace(example_chunk(), context=context, facts={"inter": inter} if inter else {})
     return Slot(0, slot_key("patch", 0, FINGERPRINT, (1,), (2,)), chunk, context)
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().max())
 
 
 def notes(engine: FusionEngine, prompt: Prompt) -> list[str | None]:

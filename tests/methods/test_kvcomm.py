@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from torch import Tensor
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
 from qcfuse_rag.fusion.report import Lookup
@@ -17,13 +16,10 @@ from qcfuse_rag.store.variant_slots import Slot, filled_slots
 from tests.support import references
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.references import error
 
 TOLERANCE = 1e-4
 OTHERS = ["Nobody rows to the island in winter.", "The mill wheel turns again; its keeper is paid by the council."]
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().max())
 
 
 def anchors(engine: FusionEngine, text: str) -> list[Slot]:

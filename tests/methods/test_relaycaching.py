@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.generation.decode import TextStream
@@ -21,6 +20,7 @@ from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references, seams
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.references import error
 
 TOLERANCE = 1e-4
 ANSWER = "The paint is kept in the old mill, which belongs to the council."
@@ -87,10 +87,6 @@ def chosen_by_hand(lm: LanguageModel, prompt: Prompt, table: references.Table, l
         influence[p] = float(whole.attention[layers.detect, :, -10:, p].mean())
     means = np.mean(list(deviation.values())), np.mean(list(influence.values()))
     return {p: max(deviation[p] / means[0] / 1.5, influence[p] / means[1] / 1.45) for p in candidates}
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().max())
 
 
 def test_a_stored_answer_equals_the_models_own_forward_behind_its_prompt(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, KVStore, LanguageModel, MemoryStore, TenantStore
-from qcfuse_rag.ingestion.capture import capture
+from qcfuse_rag.ingestion.capture import capture_chunks
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import BLIND, ENRICHED, FRAMED
@@ -102,7 +102,8 @@ def test_captured_groups_are_found_again_as_they_were_born(engine: FusionEngine,
     hashes = [hash_ids(engine.prompts.chunk_ids(text)) for text in PASSAGES]
     assert (one.context, other.context) == ((hashes[0],), (hashes[2],))
     assert (one.turn, other.turn) == (0.0, 1.0)
-    expected = capture(llama, engine.prompt(QUESTION, PASSAGES))[0]
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    expected = capture_chunks(llama, prompt.prefix_ids, [span.segment.stored_ids for span in prompt.chunks])[0]
     for name in expected.names():
         assert torch.equal(one.chunk.blocks[name], expected.blocks[name])
     assert filled(engine, PASSAGES[0]) == [], "the first of a group was prefilled behind the system prefix alone"

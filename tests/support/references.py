@@ -22,6 +22,11 @@ Table = list[tuple[Tensor, Tensor]]
 """Per layer keys and values, `[1, Hkv, T, D]`, rotated at their positions."""
 
 
+def error(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference of two tensors."""
+    return float((ours - theirs).abs().max())
+
+
 @torch.inference_mode()
 def plain_forward(lm: LanguageModel, ids: tuple[int, ...]) -> tuple[Tensor, Table]:
     """Run the model as transformers would: `[T, vocabulary]` logits and the cache."""

@@ -35,7 +35,7 @@ class Derivations:
     def __init__(self, manifest: Manifest, store: KVStore) -> None:
         self._manifest, self._store = manifest, store
 
-    def set_origins(self, key: ChunkKey, origins: Iterable[ChunkKey], *, since: int | None = None) -> None:
+    def set_origins(self, key: ChunkKey, origins: Iterable[ChunkKey], *, since: int) -> None:
         """Record the origins of an entry that is about to be written, replacing those recorded before.
 
         Args:
@@ -49,8 +49,7 @@ class Derivations:
             database.execute("DELETE FROM derived WHERE address = ?", (address,))
             database.executemany("INSERT INTO derived VALUES (?, ?, ?)", [(address, name, passage) for name in names])
             database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
-            if since is not None:
-                database.execute(MARK_IF_ORIGIN_LOST_SINCE, (address, since))
+            database.execute(MARK_IF_ORIGIN_LOST_SINCE, (address, since))
             acl.mark_acl_violations(database, [passage])
 
     def keep_if_wanted(self, key: ChunkKey) -> bool:
