@@ -33,6 +33,11 @@ def corpus() -> dict[str, str]:
     return {entry.name: entry.read_text("utf-8") for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)}
 
 
+def paragraphs() -> list[str]:
+    """Return the corpus's paragraphs of more than 80 characters."""
+    return [part for text in corpus().values() for part in text.split("\n\n") if len(part) > 80]
+
+
 def questions() -> list[Question]:
     """Return the questions that measurements ask about the corpus; questions that need two documents come last."""
     return _read_questions("questions")

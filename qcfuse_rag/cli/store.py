@@ -69,7 +69,7 @@ def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None
         if health_report.ok and free < (contents.limit_bytes or 0) - contents.size_bytes:
             notes.append(f"the store may grow to {size(contents.limit_bytes or 0)}, the disk has {size(free)} free")
         if remote:
-            with open_remote(remote, seal=store.seal) as remote_store:
+            with open_remote(remote, cipher=store.cipher) as remote_store:
                 [remote_report] = remote_store.health()
     ok = health_report.ok and (remote_report is None or remote_report.ok)
     if as_json:
@@ -299,7 +299,7 @@ def move(
 
     if (to is None) == (back is None):
         raise QCFuseError("name the remote with --to or with --from")
-    with open_disk_tier(folder) as store, open_remote(to or back or "", seal=store.seal) as remote:
+    with open_disk_tier(folder) as store, open_remote(to or back or "", cipher=store.cipher) as remote:
         with closing(Sources(store)) as documents:
             selected = _select(documents, addresses, source) if addresses or source else None
         origin, target = (store, remote) if to is not None else (remote, store)

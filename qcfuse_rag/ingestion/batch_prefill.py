@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.ingestion.enrichment import enrich_chunks
 from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
 from qcfuse_rag.ingestion.target import Ids, PrefillTarget
@@ -113,14 +112,9 @@ class BatchPrefiller:
         if not target.prefix_ids:
             return None
         key = target.key(BLIND, target.prefix_ids)
-        stored = target.store.get(key)
+        stored = target.store.get_checked(key)
         if isinstance(stored, ChunkKV) and stored.numbers == LOSSLESS:
-            try:
-                stored.read()
-            except CorruptEntry as error:
-                target.store.discard(key, str(error))
-            else:
-                return stored
+            return stored
         started = time.perf_counter()
         computed = prefill_chunk(target.lm, target.prefix_ids)
         if store and key not in target.store:
@@ -129,12 +123,7 @@ class BatchPrefiller:
 
     def _framed(self, ids: Ids, system_prefix: ChunkKV | None) -> tuple[str, ChunkKV]:
         """Return a neighbour's `hash_ids` and its framed cache, computed if the store cannot give it."""
-        stored = self._target.store.get(self._target.key(FRAMED, ids))
+        stored = self._target.store.get_checked(self._target.key(FRAMED, ids))
         if isinstance(stored, ChunkKV):
-            try:
-                stored.read()
-            except (CorruptEntry, OSError):
-                pass
-            else:
-                return hash_ids(ids), stored
+            return hash_ids(ids), stored
         return hash_ids(ids), prefill_chunk(self._target.lm, ids, prefix=system_prefix)

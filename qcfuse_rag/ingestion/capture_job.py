@@ -11,13 +11,12 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from qcfuse_rag.errors import CorruptEntry, PromptTooLong
+from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.ingestion.capture import capture_chunks
 from qcfuse_rag.ingestion.chunk_attention import expected_overhead, worth_by_savings
 from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
 from qcfuse_rag.ingestion.target import Ids, PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
-from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV, to_format
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
@@ -187,17 +186,10 @@ class CaptureJob:
             if key not in target.store:
                 with self._recorded(key, [ids]):
                     WarmJob(target, [ids], bases=[FRAMED]).run()
-            stored = target.store.get(key)
-            if isinstance(stored, Miss):
-                reason = stored.reason
-                continue
-            try:
-                stored.read()
-            except CorruptEntry as error:
-                reason = str(error)
-                target.store.discard(key, reason)
-            else:
+            stored = target.store.get_checked(key)
+            if isinstance(stored, ChunkKV):
                 return stored
+            reason = stored.reason
         raise LookupError(f"the framed cache of a passage cannot be kept ({reason}), so no difference to it can")
 
 

@@ -26,7 +26,7 @@ from qcfuse_rag.monitoring.divergence import AnswerDivergence, compare_answers
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.runner import ModelRunner
 
-logger = logging.getLogger(__name__)
+LOG = logging.getLogger(__name__)
 
 DriftAction = Literal["report", "raise", "full"]
 
@@ -233,7 +233,7 @@ class Shadow:
             except Exception as error:  # shadow mode survives any error, such as too little memory
                 with self._changed:
                     self._failed, self._error = self._failed + 1, f"{type(error).__name__}: {error}"
-                logger.warning("a request could not be compared with full prefill: %s", error)
+                LOG.warning("a request could not be compared with full prefill: %s", error)
             finally:
                 with self._changed:
                     self._busy = False

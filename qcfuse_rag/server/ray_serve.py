@@ -118,7 +118,7 @@ class EngineDeployment:
         )
         ingress = serve.deployment(
             serve.ingress()(Ingress),
-            name="door",
+            name="ingress",
             ray_actor_options={"num_cpus": 0.1},
             max_ongoing_requests=10_000,
             graceful_shutdown_timeout_s=self.drain_s,

@@ -73,7 +73,7 @@ def open_store(
         if numbers is None and read_settings(Path(folder).expanduser()) is None:
             numbers = KEPT_NUMBERS
         disk = DiskStore(
-            folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, seal=cipher, remote=remote
+            folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, cipher=cipher, remote=remote
         )
         numbers, ttl_s = disk.numbers, disk.ttl_s  # the settings kept in the folder hold for the other tiers too
         remote = disk.settings.remote if remote is None else remote
@@ -81,7 +81,7 @@ def open_store(
     store: KVStore = MemoryStore(memory_bytes, numbers=numbers, ttl_s=ttl_s)
     far: KVStore | None = disk
     if remote:
-        far = open_remote(remote, numbers=numbers, ttl_s=ttl_s, seal=cipher)
+        far = open_remote(remote, numbers=numbers, ttl_s=ttl_s, cipher=cipher)
         if disk is not None:
             far = TieredStore(disk, far, write_behind_bytes=write_behind_bytes, near_suffices=True)
             write_behind_bytes = 0  # only the slowest tier is written later

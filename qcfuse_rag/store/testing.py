@@ -9,8 +9,8 @@ class TestMyStore(KVStoreTests):
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -308,11 +308,8 @@ class KVStoreTests:
                 if not isinstance(chunk, ChunkKV) or not torch.equal(chunk.blocks["value.2"].cpu(), expected[number]):
                     wrong.append(chunk)
 
-        threads = [threading.Thread(target=work, args=(offset,)) for offset in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
         assert wrong == []
         assert len(list(store.entries())) == 5
 
@@ -335,17 +332,8 @@ class KVStoreTests:
                 store.discard(example_key())
                 wrong.extend(entry for entry in store.entries() if not isinstance(entry, EntryInfo))
 
-        def guarded(work: object) -> None:
-            try:
-                work()  # type: ignore[operator]
-            except Exception as error:
-                wrong.append(error)
-
-        threads = [threading.Thread(target=guarded, args=(work,)) for work in (use, use, remove)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda work: work(), (use, use, remove)))
         assert wrong == []
 
     def test_prefetch_changes_nothing_but_speed(self, store: KVStore) -> None:

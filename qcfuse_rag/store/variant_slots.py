@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.chunk import ChunkKV
@@ -126,14 +125,7 @@ def read_checked(store: KVStore, slot: Slot) -> ChunkKV | None:
 
     A damaged entry is discarded: once it is combined with others, the damaged part could not be told.
     """
-    chunk = store.get(slot.key)
+    chunk = store.get_checked(slot.key)
     if not isinstance(chunk, ChunkKV) or chunk.context != slot.context or chunk.n_tokens != slot.chunk.n_tokens:
-        return None
-    try:
-        chunk.read()
-    except CorruptEntry as error:
-        store.discard(slot.key, str(error))
-        return None
-    except OSError:
         return None
     return chunk

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from qcfuse_rag.bundled import corpus
+from qcfuse_rag.bundled import paragraphs
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.exactness_check import measure_exactness
 from qcfuse_rag.engine.verdict import EXACTNESS, Check, Trial, Verdict, method_digest
@@ -88,7 +88,7 @@ def verify(
     if not tried_methods:
         raise ValueError("name at least one ratio to try")
     groups = _cases(engine, texts, settings)
-    to_fit = fit_cases(texts or _demonstration(), settings.size) if can_calibrate(engine.lm, method) else []
+    to_fit = fit_cases(texts or paragraphs(), settings.size) if can_calibrate(engine.lm, method) else []
     judged, fitted = sum(map(len, groups.values())), len(to_fit)
     done, total = 0, judged * (1 + len(tried_methods)) + (judged + 2 * fitted if to_fit else 0)
 
@@ -145,12 +145,8 @@ def can_calibrate(lm: LanguageModel, method: Method) -> bool:
     )
 
 
-def _demonstration() -> list[str]:
-    return [part for text in corpus().values() for part in text.split("\n\n") if len(part) > 80]
-
-
 def _cases(engine: FusionEngine, texts: Sequence[str], settings: VerifySettings) -> dict[str, list[Case]]:
-    passages = list(texts) or _demonstration()
+    passages = list(texts) or paragraphs()
     return {
         "needle": ruler_cases(engine, "ruler_mv", settings.size, settings.tokens, texts),
         "multi-hop": ruler_cases(engine, "ruler_vt", settings.size, settings.tokens),

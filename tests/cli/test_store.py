@@ -286,7 +286,7 @@ def test_a_default_store_on_a_small_disk_is_healthy_and_says_how_small(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=20 << 30, used=10 << 30, free=10 << 30))
     health = run.json("store", "health", "--store", folder)
     assert (health["ok"], health["notes"]) == (True, ["the store may grow to 68.7 GB, the disk has 10.7 GB free"])
-    with DiskStore(folder, 32 << 30, seal=None):
+    with DiskStore(folder, 32 << 30, cipher=None):
         pass
     code, out, _ = run("store", "health", "--store", folder)
     assert (code, "the disk has 10,737,418,240; lower the limit" in " ".join(out.split())) == (1, True)

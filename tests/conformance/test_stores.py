@@ -52,7 +52,7 @@ class TestDiskStoreFp8(KVStoreTests):
 class TestEncryptedDiskStore(KVStoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[KVStore]:
-        with DiskStore(tmp_path / "kv", 8 * MIB, seal=StoreCipher(SECRET)) as store:
+        with DiskStore(tmp_path / "kv", 8 * MIB, cipher=StoreCipher(SECRET)) as store:
             yield store
 
 

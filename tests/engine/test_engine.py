@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -295,14 +295,11 @@ def test_prompts_built_by_many_threads_are_right(engine: FusionEngine) -> None:
     passages = [f"</s> {text} <s>" for text in PASSAGES]
     expected, wrong = engine.prompt(QUESTION, passages).ids, []
 
-    def work() -> None:
+    def work(_: int) -> None:
         wrong.extend(i for i in range(40) if engine.prompt(QUESTION, passages).ids != expected)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert wrong == []
 
 
@@ -370,17 +367,9 @@ def test_concurrent_requests_do_not_meet(engine: FusionEngine) -> None:
     prompts = [engine.prompt(f"{QUESTION} {i}", PASSAGES[: 1 + i % 3]) for i in range(6)]
     params = SamplingParams(max_new_tokens=8)
     expected = [engine.generate(prompt, params, method=QCFUSE).ids for prompt in prompts]
-    found: dict[int, tuple[int, ...]] = {}
-
-    def work(i: int) -> None:
-        found[i] = engine.generate(prompts[i], params, method=QCFUSE).ids
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[i] for i in range(6)] == expected
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda prompt: engine.generate(prompt, params, method=QCFUSE).ids, prompts))
+    assert found == expected
 
 
 def test_prefetch_brings_passages_into_memory(llama: LanguageModel, tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore
-from qcfuse_rag.errors import StoreError
+from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.ingestion.batch_plan import batches_by_length, plan_batches
 from qcfuse_rag.ingestion.target import PendingChunk, PrefillTarget
 from qcfuse_rag.ingestion.token_ranking import instruction_ids
@@ -228,6 +229,27 @@ def test_entries_of_a_stopped_job_are_deleted_with_their_document(engine: Fusion
     before = {entry.address for entry in engine.store.entries()}
     assert engine.forget("a") == 1
     assert len(before) - sum(1 for _ in engine.store.entries()) == 1, "all but the system prefix"
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is gone"), CorruptEntry("damaged")], ids=["disk", "damage"])
+def test_a_system_prefix_that_cannot_be_read_is_computed_again(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    engine.warm(MANY[:1])
+
+    def unreadable(_: ChunkKV) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkKV, "read", unreadable)
+        assert engine.warm(MANY[:2]).warmed == 1
+    fresh = make_engine(engine.lm, MemoryStore())
+    fresh.warm(MANY[1:2])
+    [key] = engine.corpus.keys(engine.prompts.chunk_ids(MANY[1]), [FRAMED])
+    ours, expected = engine.store.get(key), fresh.store.get(key)
+    assert isinstance(ours, ChunkKV)
+    assert isinstance(expected, ChunkKV)
+    assert all(torch.equal(ours.blocks[name], expected.blocks[name]) for name in expected.names())
 
 
 def test_a_summary_is_plain_data(engine: FusionEngine) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -93,11 +93,8 @@ def test_threads_never_share_memory() -> None:
             if not bool((tensor == mark).all()):
                 wrong.append(mark)
 
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
     assert not wrong
 
 

@@ -9,7 +9,7 @@ import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,6 @@ def backend(engine: FusionEngine) -> Iterator[EngineBackend]:
     backend = EngineBackend(handle, "tiny", most_tokens=600, max_requests=3)
     yield backend
     backend.close()
-
-
-@pytest.fixture
-async def http(backend: EngineBackend) -> AsyncIterator[httpx.AsyncClient]:
-    async with client(make_app(backend)) as http:
-        yield http
 
 
 async def test_documents_are_reused_and_the_answer_is_the_engines(

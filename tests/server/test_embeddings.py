@@ -6,7 +6,7 @@ import asyncio
 import base64
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pytest
 from numpy.typing import NDArray
 
 from qcfuse_rag import FusionEngine
-from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.retrieval.embedder import Embedder
 from qcfuse_rag.retrieval.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
 from qcfuse_rag.server.app import make_app
@@ -40,19 +39,6 @@ def library(tmp_path: Path, engine: FusionEngine, embedder: Embedder) -> ServedL
     index.replace({"mill.md": PASSAGES}, embedder(PASSAGES))
     index.save(tmp_path / "passages")
     return ServedLibrary(tmp_path / "passages", engine)
-
-
-@pytest.fixture
-def backend(engine: FusionEngine) -> Iterator[EngineBackend]:
-    backend = EngineBackend(EngineHandle.wrap(engine), "tiny")
-    yield backend
-    backend.close()
-
-
-@pytest.fixture
-async def http(backend: EngineBackend, library: ServedLibrary) -> AsyncIterator[httpx.AsyncClient]:
-    async with client(make_app(backend, library=library)) as http:
-        yield http
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -20,18 +19,9 @@ from tests.support.passages import PASSAGES, QUESTION
 from tests.support.serving import ask, client, error
 
 
-@pytest.fixture
-def backend(engine: FusionEngine) -> Iterator[EngineBackend]:
+@pytest.fixture(autouse=True)
+def warmed(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
-    backend = EngineBackend(EngineHandle.wrap(engine), "tiny")
-    yield backend
-    backend.close()
-
-
-@pytest.fixture
-async def http(backend: EngineBackend) -> AsyncIterator[httpx.AsyncClient]:
-    async with client(make_app(backend)) as http:
-        yield http
 
 
 async def test_a_request_for_full_prefill_takes_nothing_from_the_store(

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -69,19 +69,6 @@ def folder(tmp_path: Path, embedder: Embedder) -> Path:
 @pytest.fixture
 def library(folder: Path, engine: FusionEngine) -> ServedLibrary:
     return ServedLibrary(folder, engine, count=2)
-
-
-@pytest.fixture
-def backend(engine: FusionEngine, library: ServedLibrary) -> Iterator[EngineBackend]:
-    backend = EngineBackend(EngineHandle.wrap(engine, SchedulerSettings()), "tiny", library=library)
-    yield backend
-    backend.close()
-
-
-@pytest.fixture
-async def http(backend: EngineBackend, library: ServedLibrary) -> AsyncIterator[httpx.AsyncClient]:
-    async with client(make_app(backend, library=library)) as http:
-        yield http
 
 
 async def add(http: httpx.AsyncClient, documents: dict[str, str], **fields: Any) -> httpx.Response:

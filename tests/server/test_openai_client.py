@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
 from typing import Any, ClassVar
 
 import httpx
 import pytest
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings
-from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams
 from qcfuse_rag.generation.logprobs import content_logprobs
-from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend, next_seed
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.generation_request import MAX_ANSWERS
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import ask, client, error, post
+from tests.support.serving import ask, error, post
 from tests.support.tool_templates import LOOK_UP, teach
 
 openai = pytest.importorskip("openai")
@@ -44,16 +41,8 @@ def engine(lm: LanguageModel) -> FusionEngine:
 
 
 @pytest.fixture
-def backend(engine: FusionEngine) -> Iterator[EngineBackend]:
-    backend = EngineBackend(EngineHandle.wrap(engine, SchedulerSettings()), "tiny", most_tokens=600, max_requests=12)
-    yield backend
-    backend.close()
-
-
-@pytest.fixture
-async def http(backend: EngineBackend) -> AsyncIterator[httpx.AsyncClient]:
-    async with client(make_app(backend)) as http:
-        yield http
+def limits() -> dict[str, Any]:
+    return {"most_tokens": 600, "max_requests": 12}
 
 
 @pytest.fixture

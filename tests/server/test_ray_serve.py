@@ -97,7 +97,7 @@ async def test_a_full_line_is_429() -> None:
         assert (await ask(http)).headers["retry-after"] == "1"
 
 
-async def test_what_no_replica_could_answer_is_refused_at_the_door() -> None:
+async def test_a_request_that_no_replica_could_answer_is_refused_before_routing() -> None:
     answers = Answers()
     app = Ingress(EngineDeployment(RayWorkers("model", {}), "tiny"), answers).__serve_build_asgi_app__()
     async with client(app) as http:
@@ -106,7 +106,7 @@ async def test_what_no_replica_could_answer_is_refused_at_the_door() -> None:
     assert answers.asked == 0
 
 
-async def test_the_door_of_this_machine_goes_by_its_names() -> None:
+async def test_a_server_of_this_machine_alone_takes_its_own_host_names() -> None:
     deployment = EngineDeployment(RayWorkers("model", {}), "tiny", hosts=("localhost",))
     async with client(Ingress(deployment, Answers()).__serve_build_asgi_app__(), host="page.example") as http:
         assert "set QCFUSE_TOKEN" in error(await http.get("/v1/models"))

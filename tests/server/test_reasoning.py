@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from qcfuse_rag import FusionEngine, MemoryStore, Prompt
-from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.server.app import make_app
-from qcfuse_rag.server.backend import EngineBackend
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import ASKED, JSON, ask, client, error
+from tests.support.serving import ASKED, JSON, ask, error
 from tests.support.thinking import answer_with, thinking_model
 from tests.support.tool_templates import MOOR
 
@@ -29,19 +25,6 @@ def engine() -> FusionEngine:
     engine = make_engine(thinking_model(), MemoryStore())
     engine.warm(PASSAGES)
     return engine
-
-
-@pytest.fixture
-def backend(engine: FusionEngine) -> Iterator[EngineBackend]:
-    backend = EngineBackend(EngineHandle.wrap(engine), "tiny")
-    yield backend
-    backend.close()
-
-
-@pytest.fixture
-async def http(backend: EngineBackend) -> AsyncIterator[httpx.AsyncClient]:
-    async with client(make_app(backend)) as http:
-        yield http
 
 
 @pytest.fixture

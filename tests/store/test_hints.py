@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -193,20 +193,14 @@ def test_threads_may_share_hints() -> None:
     wrong: list[object] = []
 
     def work(offset: int) -> None:
-        try:
-            for step in range(40):
-                store.hint([example_key((step + offset) % 10)], steps=1 + step % 4)
-                store.advance()
-                found = store.get(example_key((step * 3 + offset) % 10))
-                if isinstance(found, Miss):
-                    wrong.append(found)
-        except Exception as error:
-            wrong.append(error)
+        for step in range(40):
+            store.hint([example_key((step + offset) % 10)], steps=1 + step % 4)
+            store.advance()
+            found = store.get(example_key((step * 3 + offset) % 10))
+            if isinstance(found, Miss):
+                wrong.append(found)
 
-    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     store.close()
     assert wrong == []

@@ -50,7 +50,7 @@ def open_with_secret(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         "environment": lambda folder: open_store(folder, **MEMORY_ONLY),
         "tenant": lambda folder: open_store(folder, secret=SECRET, tenant="acme", **MEMORY_ONLY),
         "engine": load,
-        "cipher": lambda folder: DiskStore(folder, seal=StoreCipher(SECRET)),
+        "cipher": lambda folder: DiskStore(folder, cipher=StoreCipher(SECRET)),
     }
     return ways[request.param]
 
@@ -142,7 +142,7 @@ def assert_never_plain(
 ) -> None:
     """Tamper with an encrypted store; opening it must fail, or forged entries be misses and new ones sealed."""
     folder = tmp_path / "kv"
-    with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
+    with DiskStore(folder, cipher=StoreCipher(SECRET)) as store:
         for number in (0, 1):
             store.put(example_key(number), example_chunk(number))
         if entries in ("forged alone", "none"):
@@ -279,7 +279,7 @@ def test_a_secret_that_is_empty_or_short_is_no_reason_to_go_without(
 
 
 def test_stores_made_of_stores_say_whether_they_are_encrypted(tmp_path: Path) -> None:
-    sealed, plain = DiskStore(tmp_path / "a", seal=StoreCipher(SECRET)), DiskStore(tmp_path / "b")
+    sealed, plain = DiskStore(tmp_path / "a", cipher=StoreCipher(SECRET)), DiskStore(tmp_path / "b")
     with sealed, plain:
         assert (sealed.encrypted, plain.encrypted, MemoryStore().encrypted) == (True, False, False)
         for far in (sealed, plain):
@@ -293,7 +293,7 @@ def test_stores_made_of_stores_say_whether_they_are_encrypted(tmp_path: Path) ->
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give a library whose store was encrypted and now says that it is plain, with forged entries."""
     folder = tmp_path / "library" / "kv"
-    with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
+    with DiskStore(folder, cipher=StoreCipher(SECRET)) as store:
         store.put(example_key(), example_chunk())
     forge(folder, tmp_path, 0, 1)
     rewrite(secret=None)(folder / "store.json")

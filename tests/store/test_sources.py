@@ -6,9 +6,9 @@ import errno
 import os
 import shutil
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -280,11 +280,8 @@ def test_writers_at_the_same_time_never_remove_what_another_has(store: DiskStore
                 sources.replace(f"{number}.md", keys(0, 1 + (step + number) % 7))
             sources.close()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
     sources = Sources(store)
     assert sources.names() == ["0.md", "1.md", "2.md"]
     assert all(sources.addresses(f"{n}.md") == {key.address for key in keys(0, 1 + n)} for n in range(3))

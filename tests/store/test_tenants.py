@@ -192,7 +192,7 @@ def test_a_tenant_of_an_encrypted_store(tmp_path: Path) -> None:
         assert_same(alice.get(KEY), example_chunk())
     with open_store(tmp_path, tenant="bob", **options) as bob:  # type: ignore[arg-type]
         assert bob.get(KEY) == Miss("absent")
-    with DiskStore(tmp_path, seal=StoreCipher(SECRET)) as disk:
+    with DiskStore(tmp_path, cipher=StoreCipher(SECRET)) as disk:
         [entry] = disk.entries()
         found = disk.open(entry.address)
         assert not isinstance(found, Miss)

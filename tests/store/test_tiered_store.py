@@ -444,23 +444,10 @@ def test_what_is_discarded_while_it_waits_and_is_read_does_not_come_back(far: Ga
         assert KEY not in store
 
 
-def test_a_far_store_that_is_away_is_told_of_and_does_not_stop_what_suffices_near() -> None:
+def test_a_chunk_that_does_not_fit_the_near_tier_is_an_error_even_if_that_tier_suffices() -> None:
     far = MemoryStore(limit_bytes=1)
-    store = TieredStore(MemoryStore(), far, near_suffices=True)
-    store.put(KEY, example_chunk())
-    assert_same(store.get(KEY), example_chunk())
-    with pytest.raises(StoreError, match="1 chunks are in the memory tier only: a chunk of"):
-        store.flush()
-    store.flush()
     with pytest.raises(StoreError, match="does not fit"):
         TieredStore(MemoryStore(limit_bytes=1), far, near_suffices=True).put(KEY, example_chunk())
-
-
-def test_closing_tells_of_what_could_not_be_written() -> None:
-    store = TieredStore(MemoryStore(), MemoryStore(limit_bytes=1), write_behind_bytes=1 << 20)
-    store.put(KEY, example_chunk())
-    with pytest.raises(StoreError, match="does not fit"):
-        store.close()
 
 
 def test_clearing_does_not_mind_what_could_not_be_written() -> None:

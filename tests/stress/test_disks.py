@@ -6,7 +6,6 @@ Where nothing can be read, the answer is that of a plain prefill, bit for bit, a
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -38,15 +37,6 @@ from tests.support.passages import PASSAGES, QUESTION
 
 QCFUSE = make_method("qcfuse", ratio=0.3, base=FRAMED)
 OTHERS = [f"{text} Another page." for text in PASSAGES]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Add numbers in one order, whatever else the machine does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def ask(engine: FusionEngine, texts: list[str] = PASSAGES, method: Method = QCFUSE) -> Prefilled:

@@ -27,7 +27,7 @@ UNUSED = range(20, 24)
 
 @pytest.fixture(params=[None, StoreCipher(b"sixteen bytes or more")], ids=["plain", "encrypted"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> DiskStore:
-    return DiskStore(tmp_path, seal=request.param)
+    return DiskStore(tmp_path, cipher=request.param)
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def bytes_of(store: DiskStore) -> tuple[int, list[list[int]]]:
     """Return the size of an entry's file, and where in it the bytes of preamble, header and blocks are."""
     store.put(example_key(NUMBER), chunk_of(NUMBER))
     path = store.files.path(example_key(NUMBER).address)
-    header, _ = open_header(MappedFile(path), store.seal)
+    header, _ = open_header(MappedFile(path), store.cipher)
     end = PREAMBLE.size + Preamble.parse(path.read_bytes()).header_bytes
     preamble = [position for position in range(PREAMBLE.size) if position not in UNUSED]
     blocks = [p for block in header.blocks for p in range(header.start + block.offset, header.start + block.end)]

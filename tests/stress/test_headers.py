@@ -24,12 +24,12 @@ FUZZ = settings(max_examples=sized(300, 12_000), deadline=None, database=None, s
 START = PREAMBLE.pack(MAGIC, VERSION, 0, 100, 0, bytes(32))
 
 
-def examine(data: bytes, tally: Tally, seal: StoreCipher | None = None, *, memory_bytes: int = MEMORY_BYTES) -> None:
+def examine(data: bytes, tally: Tally, cipher: StoreCipher | None = None, *, memory_bytes: int = MEMORY_BYTES) -> None:
     """Open an entry and read all of it, within bounds; anything but `CorruptEntry` comes out."""
     tally.trials += 1
     with bounded(memory_bytes=memory_bytes + len(data), cpu_s=CPU_S):
         try:
-            header, chunk = open_chunk(MemorySource(data), seal)
+            header, chunk = open_chunk(MemorySource(data), cipher)
             assert len(header.key.address) >= 32
             assert chunk.expired in (True, False)
             tally.note("headers believed")
@@ -48,8 +48,8 @@ def test_random_bytes_are_refused() -> None:
 
     @FUZZ
     @given(st.one_of(behind), st.sampled_from((None, StoreCipher(bytes(16)))))
-    def fuzz(data: bytes, seal: StoreCipher | None) -> None:
-        examine(data, tally, seal)
+    def fuzz(data: bytes, cipher: StoreCipher | None) -> None:
+        examine(data, tally, cipher)
 
     fuzz()
     assert tally.notes == {"refused": tally.trials}

@@ -7,11 +7,9 @@ index and files agreeing.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from qcfuse_rag import DiskStore, LanguageModel, MemoryStore
 from qcfuse_rag.store.backends.base import Miss
@@ -28,15 +26,6 @@ from tests.support.passages import PASSAGES
 
 LIMIT_BYTES = 700_000
 TEXTS = [f"{PASSAGES[index % 3]} Page {index}. {'More. ' * (7 * index % 40)}" for index in range(10)]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Compute as the killed process does, so that sums are taken in the same order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
@@ -59,7 +48,6 @@ def test_kill_while_putting_and_evicting(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("one_thread")
 def test_kill_while_warming(tmp_path: Path, llama: LanguageModel) -> None:
     rng, tally = random.Random(1), Tally("kill -9 while warming a model's passages")
     expected = warmed(llama)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.store.backends.base import Miss
@@ -39,15 +38,6 @@ DEEDS: dict[str, Callable[[DiskStore], object]] = {
 SURE = {("put", "write"), ("put", "publish"), ("put again", "publish"), ("put again, pinned", "publish")}
 SURE |= {("discard", "remove"), ("quarantine", "quarantine"), ("gc", "remove_quarantined"), ("clear", "remove")}
 """Deeds that are certain to come to a moment."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keep torch to one thread: the pool of the parent does not exist in a forked child, which would wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def open_store_and_sources(
 
 def open_disk_tier(folder: Path) -> DiskStore:
     """Open only the disk tier of an existing store, for maintenance of its files."""
-    return DiskStore(existing_store_folder(folder), seal=environment_cipher())
+    return DiskStore(existing_store_folder(folder), cipher=environment_cipher())
 
 
 def has_secret(folder: Path) -> bool:

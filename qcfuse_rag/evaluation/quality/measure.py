@@ -83,7 +83,7 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
             raise QCFuseError(
                 f"--top-k would cut away part of what {name} hides; run it apart, its length is --ruler-tokens"
             )
-    store = MemoryStore(UNLIMITED) if options.store is None else DiskStore(options.store, seal=environment_cipher())
+    store = MemoryStore(UNLIMITED) if options.store is None else DiskStore(options.store, cipher=environment_cipher())
     with (
         store,
         FusionEngine.load(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from qcfuse_rag.bundled import corpus
+from qcfuse_rag.bundled import paragraphs
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.speed.ceilings import take_turns
 from qcfuse_rag.evaluation.speed.tiers import ThrottledStore, copy_entries
@@ -34,7 +34,7 @@ def guard(run: StudyRun, model: str | None = None, repeats: int = 7, only: str =
     ratio is 1. `--only` keeps the cases whose name begins with it.
     """
     fast = load_engine(model)
-    passages = [part for text in corpus().values() for part in text.split("\n\n") if len(part) > 80]
+    passages = paragraphs()
     while len(fast.prompt("", passages)) > 4200:
         passages.pop()
     fast.warm(passages, bases=AUTO.bases)

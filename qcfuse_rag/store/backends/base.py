@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS
@@ -128,6 +129,19 @@ class KVStore(ABC):
     @abstractmethod
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk, whose blocks may be read and checked on access, or why there is none; counts as a use."""
+
+    def get_checked(self, key: ChunkKey) -> ChunkKV | Miss:
+        """Return the entry with every block read and checked, or why there is none; a damaged entry is discarded."""
+        found = self.get(key)
+        if isinstance(found, ChunkKV):
+            try:
+                found.read()
+            except CorruptEntry as error:
+                self.discard(key, str(error))
+                return Miss(str(error))
+            except OSError as error:
+                return Miss(f"cannot be read: {error}")
+        return found
 
     @abstractmethod
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:

@@ -40,7 +40,7 @@ class DiskStore(KVStore):
         numbers: format of new entries, see `store.quantization`; the model's own if never given.
         eviction: `cost` (if never given), `lru` or `lfu`, see `store.backends.eviction`.
         ttl_s: seconds after which new entries expire.
-        seal: the cipher that encrypts entries.
+        cipher: the cipher that encrypts entries.
         remote: URL of the remote behind the folder, kept for the next time it is opened; empty for none.
 
     Options that are not given are as the store was opened before.
@@ -52,7 +52,7 @@ class DiskStore(KVStore):
         notes: what was wrong and has been repaired.
 
     Raises:
-        StoreError: if the folder cannot be used, or is encrypted and `seal` is None, or the other way round.
+        StoreError: if the folder cannot be used, or is encrypted and `cipher` is None, or the other way round.
         ValueError: if there is no such format or policy.
     """
 
@@ -66,7 +66,7 @@ class DiskStore(KVStore):
         numbers: str | None = None,
         eviction: str | None = None,
         ttl_s: float | None = None,
-        seal: StoreCipher | None = None,
+        cipher: StoreCipher | None = None,
         remote: str | None = None,
     ) -> None:
         self.folder: Path = Path(folder).expanduser()
@@ -74,7 +74,7 @@ class DiskStore(KVStore):
         self.notes: list[str] = []
         self._problems: list[str] = []  # reasons why the store cannot be written
         self._index_problem: str | None = None  # why its index cannot be used
-        self.seal = seal
+        self.cipher = cipher
         self._counts = {"hits": 0, "misses": 0, "discarded": 0}
         self._lock = threading.Lock()
         try:
@@ -85,7 +85,7 @@ class DiskStore(KVStore):
             self._problems.append(f"cannot be written: {error}")
         given = {"limit_bytes": limit_bytes, "numbers": numbers, "eviction": eviction, "ttl_s": ttl_s}
         given["remote"] = None if remote is None else url_without_secrets(remote)
-        self.settings = resolve_settings(self.files, given, seal)
+        self.settings = resolve_settings(self.files, given, cipher)
         self.numbers, self.limit_bytes = self.settings.numbers, self.settings.limit_bytes
         self.ttl_s = self.settings.ttl_s
         self._models = self._read_models()
@@ -94,7 +94,7 @@ class DiskStore(KVStore):
     @property
     def encrypted(self) -> bool:
         """Whether entries are encrypted."""
-        return self.seal is not None
+        return self.cipher is not None
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk, whose blocks are checked when they are used, or why there is none."""
@@ -115,7 +115,7 @@ class DiskStore(KVStore):
         """Write the chunk; it can be read only once it is complete on disk."""
         quota = self.require_quota()
         converted = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
-        parts = encode(key, converted, cipher=self.seal)
+        parts = encode(key, converted, cipher=self.cipher)
         if saved_ms is None:
             saved_ms = chunk.n_tokens * UNKNOWN_MS_PER_TOKEN
         try:
@@ -273,7 +273,7 @@ class DiskStore(KVStore):
 
     def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:
         try:
-            header, chunk = open_chunk(MappedFile(self.files.path(address)), self.seal)
+            header, chunk = open_chunk(MappedFile(self.files.path(address)), self.cipher)
             check_key(header.key, key, address)
         except FileNotFoundError:
             return Miss("absent")
@@ -304,7 +304,7 @@ class DiskStore(KVStore):
         if index is None:
             return None
         worth = eviction_policy(self.settings.eviction)
-        quota = DiskQuota(index, self.files, self.settings.limit_bytes, worth, self.seal)
+        quota = DiskQuota(index, self.files, self.settings.limit_bytes, worth, self.cipher)
         try:
             if not index.count(ENTRY, PINNED):
                 quota.refill()

@@ -38,7 +38,7 @@ class RemoteStore(KVStore):
         blobs: the remote, see `store.backends.fsspec_blobs` and `store.backends.redis_blobs`.
         numbers: format of new entries, see `store.quantization`.
         ttl_s: seconds after which new entries expire.
-        seal: the cipher that encrypts entries. All who share the remote need the same secret: an entry under another
+        cipher: the cipher that encrypts entries. All who share the remote need the same secret: an entry under another
             secret is a miss, and an entry written over it is a miss to the others.
         rest_s: seconds for which requests are paused after a failure to reach the remote.
 
@@ -52,13 +52,13 @@ class RemoteStore(KVStore):
         *,
         numbers: str = LOSSLESS,
         ttl_s: float | None = None,
-        seal: StoreCipher | None = None,
+        cipher: StoreCipher | None = None,
         rest_s: float = 30.0,
     ) -> None:
         check_numbers(numbers)
         self.numbers = numbers
         self.kind = f"remote {blobs.kind}"
-        self._blobs, self.ttl_s, self._cipher, self._pause_s = blobs, ttl_s, seal, rest_s
+        self._blobs, self.ttl_s, self._cipher, self._pause_s = blobs, ttl_s, cipher, rest_s
         self._failure, self._paused_until = "", 0.0
         self._counts = {"hits": 0, "misses": 0, "discarded": 0}
         self._lock = threading.Lock()

@@ -6,7 +6,7 @@ Without a CUDA device, the recorders of `tests.support.recorders` replace CUDA g
 from __future__ import annotations
 
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -120,11 +120,8 @@ def test_threads_share_recorded_steps(tokenizer: PreTrainedTokenizerFast) -> Non
             logits = steps([at], [5 + at], [buffers[at]])
             right.append(torch.allclose(logits, expected[at], rtol=1e-4, atol=1e-4))
 
-    threads = [threading.Thread(target=ask, args=(at,)) for at in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(ask, range(3)))
     assert right == [True] * 6
 
 

@@ -18,16 +18,16 @@ from tests.store.disk.folders import KEY, SECRET, file_of, put
     ("first", "then"), [(StoreCipher(SECRET), None), (None, StoreCipher(SECRET))], ids=["lost", "surplus"]
 )
 def test_a_store_is_encrypted_or_it_is_not(folder: Path, first: StoreCipher | None, then: StoreCipher | None) -> None:
-    with DiskStore(folder, seal=first) as store:
+    with DiskStore(folder, cipher=first) as store:
         put(store, 0)
     with pytest.raises(StoreError, match=rf"the store in {folder} .* encrypted and .* secret was given"):
-        DiskStore(folder, seal=then)
-    with DiskStore(folder, seal=first) as store:
+        DiskStore(folder, cipher=then)
+    with DiskStore(folder, cipher=first) as store:
         assert_same(store.get(KEY), example_chunk())
 
 
 def test_nothing_of_a_text_is_in_the_files_of_an_encrypted_store(folder: Path) -> None:
-    with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
+    with DiskStore(folder, cipher=StoreCipher(SECRET)) as store:
         put(store, 0)
     telling = example_chunk().blocks["key.0"].numpy().tobytes()[:32]
     assert [
@@ -36,7 +36,7 @@ def test_nothing_of_a_text_is_in_the_files_of_an_encrypted_store(folder: Path) -
 
 
 def test_two_encrypted_files_that_changed_places_are_refused(folder: Path) -> None:
-    with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
+    with DiskStore(folder, cipher=StoreCipher(SECRET)) as store:
         put(store, 0, 1)
         one, other = file_of(store, 0).read_bytes(), file_of(store, 1).read_bytes()
         file_of(store, 0).write_bytes(other)
@@ -45,23 +45,12 @@ def test_two_encrypted_files_that_changed_places_are_refused(folder: Path) -> No
 
 
 def test_another_secret_is_refused_before_anything_is_read(folder: Path) -> None:
-    with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
+    with DiskStore(folder, cipher=StoreCipher(SECRET)) as store:
         store.put(KEY, example_chunk())
     with pytest.raises(StoreError, match="encrypted under another secret"):
-        DiskStore(folder, seal=StoreCipher(SECRET[::-1]))
+        DiskStore(folder, cipher=StoreCipher(SECRET[::-1]))
     assert SECRET.hex() not in (folder / "store.json").read_text()
-    with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
-        assert_same(store.get(KEY), example_chunk())
-
-
-def test_encrypted_entries_are_left_alone_by_those_without_the_secret(folder: Path) -> None:
-    """Even when the settings that would have refused them are lost."""
-    with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
-        store.put(KEY, example_chunk())
-    (folder / "store.json").unlink()
-    with pytest.raises(StoreError, match=r"entries of the store in .* are encrypted and no secret was given"):
-        DiskStore(folder)
-    with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
+    with DiskStore(folder, cipher=StoreCipher(SECRET)) as store:
         assert_same(store.get(KEY), example_chunk())
 
 
@@ -70,24 +59,24 @@ def test_plain_entries_are_not_joined_by_encrypted_ones(folder: Path) -> None:
         store.put(KEY, example_chunk())
     (folder / "store.json").unlink()
     with pytest.raises(StoreError, match="are not encrypted and a secret was given"):
-        DiskStore(folder, seal=StoreCipher(SECRET))
+        DiskStore(folder, cipher=StoreCipher(SECRET))
 
 
 def test_another_secret_is_refused_even_when_the_settings_are_lost(folder: Path) -> None:
-    with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
+    with DiskStore(folder, cipher=StoreCipher(SECRET)) as store:
         put(store, 0, 1)
     (folder / "store.json").unlink()
     with pytest.raises(StoreError, match="are encrypted under another secret"):
-        DiskStore(folder, seal=StoreCipher(SECRET[::-1]))
-    with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
+        DiskStore(folder, cipher=StoreCipher(SECRET[::-1]))
+    with DiskStore(folder, cipher=StoreCipher(SECRET)) as store:
         assert_same(store.get(KEY), example_chunk())
 
 
 def test_an_entry_under_another_secret_is_a_miss_and_left_alone(folder: Path, tmp_path: Path) -> None:
     """Its checksum is right, so it did not break: it is somebody else's, or somebody has changed it."""
     with (
-        DiskStore(folder, seal=StoreCipher(SECRET)) as store,
-        DiskStore(tmp_path / "b", seal=StoreCipher(SECRET[::-1])) as other,
+        DiskStore(folder, cipher=StoreCipher(SECRET)) as store,
+        DiskStore(tmp_path / "b", cipher=StoreCipher(SECRET[::-1])) as other,
     ):
         put(store, 0)
         put(other, 0)

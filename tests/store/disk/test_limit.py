@@ -65,14 +65,6 @@ def test_an_entry_larger_than_the_limit_is_an_error_that_says_so(folder: Path) -
         assert_same(store.get(KEY), example_chunk())
 
 
-def test_a_limit_that_was_lowered_holds_from_the_next_entry_on(folder: Path) -> None:
-    with DiskStore(folder, 10 * ENTRY) as store:
-        put(store, *range(8))
-    with DiskStore(folder, 3 * ENTRY) as store:
-        put(store, 8)
-        assert taken(folder) == store.stats()[0].size_bytes == 3 * ENTRY
-
-
 def test_what_is_pinned_is_not_evicted(folder: Path) -> None:
     with DiskStore(folder, 3 * ENTRY, eviction="lru") as store:
         put(store, 0)

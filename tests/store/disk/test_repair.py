@@ -86,7 +86,7 @@ def test_damage_is_found_and_goes_into_quarantine(store: DiskStore, position: in
 
 
 def test_damage_in_an_encrypted_store_is_found_too(folder: Path) -> None:
-    with DiskStore(folder, seal=StoreCipher(bytes(range(32)))) as store:
+    with DiskStore(folder, cipher=StoreCipher(bytes(range(32)))) as store:
         store.put(KEY, example_chunk(n_tokens=300))
         assert fsck(store).clean
         data = bytearray(file_of(store).read_bytes())
@@ -233,7 +233,7 @@ def test_what_is_in_quarantine_still_counts_after_the_index_was_made_again(store
 def test_an_entry_under_another_secret_is_reported_and_left_alone(tmp_path: Path) -> None:
     secret = bytes(range(32))
     one, other = (
-        DiskStore(tmp_path / name, seal=StoreCipher(key)) for name, key in (("a", secret), ("b", secret[::-1]))
+        DiskStore(tmp_path / name, cipher=StoreCipher(key)) for name, key in (("a", secret), ("b", secret[::-1]))
     )
     with one, other:
         for number in (0, 1):

@@ -24,7 +24,7 @@ def entry_file(folder: Path, address: str) -> Path:
 @pytest.mark.parametrize("removed", [False, True])
 def test_an_older_copy_of_an_entry_is_taken_for_the_entry(tmp_path: Path, removed: bool) -> None:
     """This is not detected, whether the entry was written again or forgotten since."""
-    with DiskStore(tmp_path / "kv", seal=CIPHER) as store:
+    with DiskStore(tmp_path / "kv", cipher=CIPHER) as store:
         store.put(KEY, example_chunk(1))
         path = entry_file(tmp_path / "kv", KEY.address)
         shutil.copy(path, tmp_path / "older")
@@ -32,17 +32,17 @@ def test_an_older_copy_of_an_entry_is_taken_for_the_entry(tmp_path: Path, remove
         if not removed:
             store.put(KEY, example_chunk(2))
         shutil.copy(tmp_path / "older", path)
-    with DiskStore(tmp_path / "kv", seal=CIPHER) as store:
+    with DiskStore(tmp_path / "kv", cipher=CIPHER) as store:
         assert_same(store.get(KEY), example_chunk(1))
 
 
 def test_an_entry_of_another_passage_or_secret_is_not(tmp_path: Path) -> None:
     other_cipher = StoreCipher(bytes(range(1, 33)))
     for folder, cipher, key in (("kv", CIPHER, KEY), ("kv", CIPHER, OTHER_KEY), ("forged", other_cipher, KEY)):
-        with DiskStore(tmp_path / folder, seal=cipher) as store:
+        with DiskStore(tmp_path / folder, cipher=cipher) as store:
             store.put(key, example_chunk(1))
     path = entry_file(tmp_path / "kv", KEY.address)
     for source in (entry_file(tmp_path / "kv", OTHER_KEY.address), entry_file(tmp_path / "forged", KEY.address)):
         shutil.copy(source, path)
-        with DiskStore(tmp_path / "kv", seal=CIPHER) as store:
+        with DiskStore(tmp_path / "kv", cipher=CIPHER) as store:
             assert isinstance(store.get(KEY), Miss)

@@ -41,7 +41,7 @@ def few_descriptors() -> Iterator[None]:
 def test_more_chunks_are_held_than_files_may_be_open(
     tmp_path: Path, cipher: StoreCipher | None, read_first: bool
 ) -> None:
-    with DiskStore(tmp_path, seal=cipher) as store:
+    with DiskStore(tmp_path, cipher=cipher) as store:
         put(store, *range(HELD))
         with few_descriptors():
             held = [store.get(example_key(number)) for number in range(HELD)]

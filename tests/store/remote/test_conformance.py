@@ -49,7 +49,7 @@ class TestRedis(KVStoreTests):
 class TestEncryptedRedis(KVStoreTests):
     @pytest.fixture
     def store(self, on_redis: RedisBlobs) -> Iterator[KVStore]:
-        with RemoteStore(on_redis, seal=StoreCipher(SECRET), numbers="fp8") as store:
+        with RemoteStore(on_redis, cipher=StoreCipher(SECRET), numbers="fp8") as store:
             yield store
 
 

@@ -150,7 +150,7 @@ def test_names_that_are_not_there_are_said_not_to_be(blobs: BlobStore) -> None:
 
 
 def test_a_sealed_entry_tells_nothing_and_opens_under_its_secret_only(blobs: BlobStore) -> None:
-    RemoteStore(blobs, seal=StoreCipher(SECRET)).put(example_key(), example_chunk())
+    RemoteStore(blobs, cipher=StoreCipher(SECRET)).put(example_key(), example_chunk())
     [(name, _)] = blobs.names()
     data = blobs.read(name)
     assert data is not None
@@ -158,12 +158,12 @@ def test_a_sealed_entry_tells_nothing_and_opens_under_its_secret_only(blobs: Blo
     assert example_chunk().blocks["key.0"].numpy().tobytes() not in data
     assert RemoteStore(blobs).get(example_key()) == Miss("is encrypted and no secret was given")
     blobs.write(name, [data])
-    other = RemoteStore(blobs, seal=StoreCipher(bytes(32))).get(example_key())
+    other = RemoteStore(blobs, cipher=StoreCipher(bytes(32))).get(example_key())
     assert other == Miss("cannot be decrypted: changed, or written under another secret")
     blobs.write(name, [data])
-    assert_same(RemoteStore(blobs, seal=StoreCipher(SECRET)).get(example_key()), example_chunk())
+    assert_same(RemoteStore(blobs, cipher=StoreCipher(SECRET)).get(example_key()), example_chunk())
     blobs.write(name, [ENTRY])
-    assert isinstance(RemoteStore(blobs, seal=StoreCipher(SECRET)).get(example_key()), Miss)
+    assert isinstance(RemoteStore(blobs, cipher=StoreCipher(SECRET)).get(example_key()), Miss)
 
 
 def test_entries_expire(blobs: BlobStore) -> None:
