@@ -125,7 +125,7 @@ def read_checked(store: KVStore, slot: Slot) -> ChunkKV | None:
 
     A damaged entry is discarded: once it is combined with others, the damaged part could not be told.
     """
-    chunk = store.get_checked(slot.key)
+    chunk = store.get(slot.key)
     if not isinstance(chunk, ChunkKV) or chunk.context != slot.context or chunk.n_tokens != slot.chunk.n_tokens:
         return None
-    return chunk
+    return chunk if store.check(slot.key, chunk) is None else None

@@ -131,17 +131,20 @@ class KVStore(ABC):
         """Return the chunk, whose blocks may be read and checked on access, or why there is none; counts as a use."""
 
     def get_checked(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the entry with every block read and checked, or why there is none; a damaged entry is discarded."""
+        """Return the entry with every block read and checked, or why there is none; see `check`."""
         found = self.get(key)
-        if isinstance(found, ChunkKV):
-            try:
-                found.read()
-            except CorruptEntry as error:
-                self.discard(key, str(error))
-                return Miss(str(error))
-            except OSError as error:
-                return Miss(f"cannot be read: {error}")
-        return found
+        return found if isinstance(found, Miss) else self.check(key, found) or found
+
+    def check(self, key: ChunkKey, chunk: ChunkKV) -> Miss | None:
+        """Read every block of an entry; return why that is not possible, or None. A damaged entry is discarded."""
+        try:
+            chunk.read()
+        except CorruptEntry as error:
+            self.discard(key, str(error))
+            return Miss(str(error))
+        except OSError as error:
+            return Miss(f"cannot be read: {error}")
+        return None
 
     @abstractmethod
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
