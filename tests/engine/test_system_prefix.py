@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.errors import InvalidTemplate
+from qcfuse_rag.fusion.prefix_cache import common_length
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.prompts.template import Turn
 from qcfuse_rag.store.prefill_base import FRAMED
@@ -139,6 +141,21 @@ def test_the_next_turn_reuses_the_whole_turn_before_rather_than_the_stored_prefi
     engine.generate(first, SamplingParams(max_new_tokens=2))
     report = engine.generate(engine.prompt_from_text(CONVERSATION, TOOLS), SamplingParams(max_new_tokens=2)).report
     assert report.prefix_tokens > len(first.segments[0].ids)
+
+
+def test_a_set_of_tools_reuses_those_that_it_begins_with(lm: LanguageModel) -> None:
+    engine = FusionEngine(lm, MemoryStore(), method=METHOD, prefix_bytes=1 << 26)
+    engine.warm_prefix(SYSTEM, [LOOK_UP])
+    fewer = engine.prompt_from_text(CONVERSATION[:2], [LOOK_UP])
+    engine.generate(fewer, SamplingParams(max_new_tokens=2))
+
+    more = engine.prompt_from_text(CONVERSATION[:2], TOOLS)
+    done = engine.generate(more, SamplingParams(max_new_tokens=2))
+    reused = engine.lm.tokenizer.decode(list(more.ids[: done.report.prefix_tokens]))
+    assert LOOK_UP["function"]["description"] in reused
+    assert done.report.prefix_tokens == common_length(np.array(fewer.ids), np.array(more.ids))
+    plain = FusionEngine(lm, MemoryStore(), method=make_method("full"))
+    assert done.text == plain.generate(more, SamplingParams(max_new_tokens=2)).text
 
 
 def test_a_template_without_tools_refuses_to_warm_them(llama: LanguageModel) -> None:
