@@ -134,3 +134,18 @@ def test_attention_weights_are_those_of_one_softmax_per_row(
             per_row[head, i, keys] = scores.softmax(0)
     expected = per_row.mean((0, 1)) if reduce == "mean" else per_row.amax((0, 1))
     assert torch.allclose(weights, expected, atol=1e-6)
+
+
+def test_layers_that_see_different_keys_have_their_own_blocks() -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.arange(3, 400, 4)
+    sets = [torch.cat([rows, torch.randperm(400, generator=generator)[:90]]).unique() for _ in range(2)]
+    query = torch.randn(1, 4, len(rows), 8, generator=generator)
+    key, value = (torch.randn(1, 2, 400, 8, generator=generator) for _ in range(2))
+    plan = RowsPlan(rows, 400, sets)
+    for layer, visible in enumerate(sets):
+        module = Layer()
+        module.layer_idx = layer
+        out, _ = rows_attention(module, query, key, value, None, 0.3, fusion=plan)
+        mask = plain_mask(rows, 400, visible, None)
+        assert torch.allclose(out.transpose(1, 2), explicit_attention(query, key, value, mask, 0.3), atol=1e-5)

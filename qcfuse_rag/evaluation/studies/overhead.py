@@ -23,8 +23,6 @@ from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model
 from qcfuse_rag.fusion import probes
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.methods import make_method
-from qcfuse_rag.runtime.attention import dispatch
-from qcfuse_rag.runtime.attention.cpu_blocks import attend_in_blocks, supports_cpu_blocks
 from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
@@ -32,7 +30,6 @@ from qcfuse_rag.verification.checks import UNLIMITED
 
 KINDS: tuple[tuple[str, ModuleType, Callable[..., Any]], ...] = (
     ("attention", functional, functional.scaled_dot_product_attention),
-    ("attention", dispatch, attend_in_blocks),
     ("the probe's scores", probes, attention_weights),
     ("matrix products", functional, functional.linear),
 )
@@ -46,9 +43,8 @@ def overhead(
 
     Linear layers, attention and the probe's scores, which are attention weights, are timed where they are called, in
     the same prefills that are timed as a whole. Figures are medians of the rounds after a warm-up round. `loading` is
-    finding stored caches and placing them. Two other sides take turns with it: the same prefill with attention by masks
-    instead of blocks, and transformers' own prefill of as many tokens as there were rows, which shows how much of the
-    rest is the model's own code.
+    finding stored caches and placing them. transformers' own prefill of as many tokens as there were rows takes turns
+    with it, which shows how much of the rest is the model's own code.
     """
     lm = load_model(model)
     chosen, store = make_method(method, ratio=ratio).unguarded, MemoryStore(UNLIMITED)
@@ -66,11 +62,9 @@ def overhead(
             lm.model(input_ids=ids, use_cache=True, logits_to_keep=1)
         return 0.0
 
-    by_masks = partial(mock.patch.object, dispatch, supports_cpu_blocks.__name__, lambda *_: False)
     rounds_of = take_turns(
         {
             "fused": partial(_time_kinds, fused, nullcontext),
-            "by masks": partial(_time_kinds, fused, by_masks),
             "transformers": partial(_time_kinds, stock, partial(stock_attention, lm)),
         },
         rounds,
@@ -79,11 +73,10 @@ def overhead(
         side: {kind: median(times[kind] for times in results) for kind in results[0]}
         for side, results in rounds_of.items()
     }
-    engine, masked, transformers = seconds.values()
-    table = Table("spent on", "fused", "share", "by masks", f"transformers, {rows} tokens alone")
+    engine, transformers = seconds.values()
+    table = Table("spent on", "fused", "share", f"transformers, {rows} tokens alone")
     for kind, kind_s in engine.items():
-        others = (f"{side[kind]:.3f} s" for side in (masked, transformers))
-        table.add_row(kind, f"{kind_s:.3f} s", f"{kind_s / engine['all']:.1%}", *others)
+        table.add_row(kind, f"{kind_s:.3f} s", f"{kind_s / engine['all']:.1%}", f"{transformers[kind]:.3f} s")
     line = (
         f"{rows} rows of {len(prompt):,}, {torch.get_num_threads()} threads; outside attention and matrix products "
         f"{engine['outside'] / engine['all']:.1%}, and "

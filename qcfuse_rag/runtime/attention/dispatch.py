@@ -15,7 +15,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.runtime.attention.cpu_blocks import attend_in_blocks, attention_blocks_of, supports_cpu_blocks
 from qcfuse_rag.runtime.attention.dense import causal_attention, chosen_backends, torch_attention
 from qcfuse_rag.runtime.attention.row_blocks import ROWS_PER_BLOCK, RowBlock, row_blocks_of
 from qcfuse_rag.runtime.kernels.support import supports_kernels
@@ -117,18 +116,17 @@ def rows_attention(
         return sparse_attention(
             query, key, value, fusion.rows, scaling=scaling, softcap=softcap, window=window, sinks=s_aux
         ), None
-    if plain and sparse and (window is None or window >= fusion.length) and supports_cpu_blocks(query, key, value):
-        head_bias = None if bias is None else bias.by_layer[layer]
-        return attend_in_blocks(query, key, value, attention_blocks_of(fusion, layer), scaling, head_bias), None
     outputs = []
     for block in row_blocks_of(fusion, layer, window):
         q = query[:, :, block.start : block.stop]
         k, v = key[:, :, block.first_key : block.last_key], value[:, :, block.first_key : block.last_key]
+        biased_mask = None
         if bias is not None and fusion.rows[block.stop - 1] >= bias.start:
-            mask = _biased_mask(fusion.rows[block.start : block.stop], block, bias, layer)
-            outputs.append(explicit_attention(q, k, v, mask, scaling, softcap, s_aux))
-        elif plain:
-            outputs.append(_fast_attention(q, k, v, block, scaling))
+            biased_mask = _biased_mask(fusion.rows[block.start : block.stop], block, bias, layer)
+        if plain:
+            outputs.append(_fast_attention(q, k, v, block, scaling, biased_mask))
+        elif biased_mask is not None:
+            outputs.append(explicit_attention(q, k, v, biased_mask, scaling, softcap, s_aux))
         else:
             outputs += _explicit_block(q, k, v, block, scaling, softcap, s_aux)
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -155,27 +153,36 @@ def _step_attention(
         first = 0 if window is None else max(0, last - window)
         row_query = query[index : index + 1]
         key, value = (side[layer][:, :, first:last] for side in (buffer.keys, buffer.values))
+        block = RowBlock(0, 1, first, last, mask=None, causal=False)
+        mask = None
         if buffer.reader_bias is not None and position >= buffer.reader_bias.start:
-            block = RowBlock(0, 1, first, last, mask=None, causal=False)
             mask = _biased_mask(plan.rows[index], block, buffer.reader_bias, layer)
-            biased = explicit_attention(row_query, key, value, mask, scaling, softcap, sinks)
-            outputs.append(biased.transpose(1, 2))
-            continue
         if softcap is None and sinks is None:
-            block = RowBlock(0, 1, first, last, mask=None, causal=False)
-            outputs.append(_fast_attention(row_query, key, value, block, scaling).transpose(1, 2))
+            out = _fast_attention(row_query, key, value, block, scaling, mask)
         else:
-            outputs.append(explicit_attention(row_query, key, value, None, scaling, softcap, sinks).transpose(1, 2))
+            out = explicit_attention(row_query, key, value, mask, scaling, softcap, sinks)
+        outputs.append(out.transpose(1, 2))
     return torch.cat(outputs).contiguous()
 
 
-def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float) -> Tensor:
-    """Run fused attention on one block, without repeating keys over the heads of a group."""
-    if block.causal:
+def _fast_attention(
+    query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float, biased_mask: Tensor | None = None
+) -> Tensor:
+    """Run fused attention on one block, without repeating keys over the heads of a group.
+
+    Args:
+        query: `[B, Hq, R, D]`.
+        key: `[B, Hkv, K, D]`.
+        value: `[B, Hkv, K, Dv]`.
+        block: the rows and the keys.
+        scaling: factor on the scores.
+        biased_mask: `[1, Hq, R, K]`, added to the scores instead of the block's mask; for one request only.
+    """
+    if block.causal and biased_mask is None:
         return causal_attention(query, key, value, scaling)
     batch, heads, rows, dim = query.shape
     kv_heads, keys = key.shape[1:3]
-    if block.mask is None:  # every row sees every key: a group's query heads become rows and share one read of the keys
+    if block.mask is None and biased_mask is None:  # a group's query heads become rows and share one read of the keys
         folded = query.reshape(batch, kv_heads, -1, dim)
         out = torch_attention(folded, key, value, scale=scaling)
         return out.reshape(batch, heads, rows, value.shape[-1])
@@ -186,7 +193,10 @@ def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, 
     shared_key, shared_value = (
         side.reshape(batch * kv_heads, 1, keys, side.shape[3]).expand(-1, groups, -1, -1) for side in (key, value)
     )
-    mask = block.additive(query.dtype)
+    if biased_mask is None:
+        mask = block.additive(query.dtype)
+    else:
+        mask = biased_mask.to(query.dtype).view(kv_heads, groups, rows, keys)
     out = torch_attention(grouped_query, shared_key, shared_value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, rows, value.shape[-1])
 
