@@ -182,22 +182,14 @@ def _fast_attention(
         return causal_attention(query, key, value, scaling)
     batch, heads, rows, dim = query.shape
     kv_heads, keys = key.shape[1:3]
-    if block.mask is None and biased_mask is None:  # a group's query heads become rows and share one read of the keys
-        folded = query.reshape(batch, kv_heads, -1, dim)
-        out = torch_attention(folded, key, value, scale=scaling)
-        return out.reshape(batch, heads, rows, value.shape[-1])
     groups = heads // kv_heads
-    # Fused kernels accept no mask together with grouped heads. So key heads become the batch, and keys are expanded
-    # over the heads of a group without a copy.
-    grouped_query = query.reshape(batch * kv_heads, groups, rows, dim)
-    shared_key, shared_value = (
-        side.reshape(batch * kv_heads, 1, keys, side.shape[3]).expand(-1, groups, -1, -1) for side in (key, value)
-    )
-    if biased_mask is None:
-        mask = block.additive(query.dtype)
-    else:
-        mask = biased_mask.to(query.dtype).view(kv_heads, groups, rows, keys)
-    out = torch_attention(grouped_query, shared_key, shared_value, attn_mask=mask, scale=scaling)
+    mask: Tensor | None = None
+    if biased_mask is not None:
+        mask = biased_mask.to(query.dtype).view(1, kv_heads, groups * rows, keys)
+    elif block.mask is not None:
+        mask = block.additive(query.dtype, groups)
+    # A group's query heads become rows and share one read of the keys.
+    out = torch_attention(query.reshape(batch, kv_heads, -1, dim), key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, rows, value.shape[-1])
 
 

@@ -34,20 +34,27 @@ class RowBlock:
     last_key: int
     mask: Tensor | None
     causal: bool
-    _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False)
+    _additive: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, compare=False)
 
-    def additive(self, dtype: torch.dtype) -> Tensor:
+    def additive(self, dtype: torch.dtype, groups: int) -> Tensor:
         """Return the block's mask in the form of fused kernels: 0 where a row sees a key, else minus infinity.
 
         Torch would convert a boolean mask in every layer. The result is cached for later layers unless it is large.
+
+        Args:
+            dtype: of the result.
+            groups: how often the mask is repeated: number of query heads that share a key.
+
+        Returns:
+            `[groups * (stop - start), last_key - first_key]`.
         """
         assert self.mask is not None
-        if dtype in self._additive:
-            return self._additive[dtype]
+        if (dtype, groups) in self._additive:
+            return self._additive[dtype, groups]
         additive = torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device)
-        additive.masked_fill_(~self.mask, float("-inf"))
+        additive = additive.masked_fill_(~self.mask, float("-inf")).repeat(groups, 1)
         if additive.nbytes <= MAX_CACHED_MASK_BYTES:
-            self._additive[dtype] = additive
+            self._additive[dtype, groups] = additive
         return additive
 
 
