@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,29 +69,18 @@ def move(
         StoreError: if the target cannot be written; entries that were moved before stay moved.
     """
     report = ChangeReport()
-    before = {entry.address: entry for entry in source.entries()}
-    wanted = list(before if addresses is None else addresses)
-    for done, address in enumerate(wanted, start=1):
-        opened = source.open(address)
-        if isinstance(opened, Miss):
-            report.missing[address] = opened.reason
-        else:
-            key, chunk = opened
-            entry = before.get(address)
-            try:
-                target.put(key, chunk, saved_ms=entry.saved_ms if entry else None)
-            except (CorruptEntry, OSError) as error:
-                source.discard(address, str(error))
-                report.missing[address] = str(error)
-                continue
-            target.flush()
-            report.done += 1
-            report.bytes_before += entry.size_bytes if entry else 0
-            report.bytes_after += chunk.nbytes
-            if not keep:
-                source.discard(address)
-        if progress is not None:
-            progress(done, len(wanted))
+    for key, chunk, entry in _opened(source, addresses, report, progress):
+        try:
+            target.put(key, chunk, saved_ms=entry.saved_ms if entry else None)
+        except (CorruptEntry, OSError) as error:
+            _drop_unreadable(source, key, error, report)
+            continue
+        target.flush()
+        report.done += 1
+        report.bytes_before += entry.size_bytes if entry else 0
+        report.bytes_after += chunk.nbytes
+        if not keep:
+            source.discard(key)
     return report
 
 
@@ -117,31 +106,38 @@ def rewrite(
     if numbers == LOSSLESS:
         raise ValueError("lost precision does not come back; discard the entries and warm them again")
     report = ChangeReport()
-    before = {entry.address: entry for entry in store.entries()}
-    wanted = list(before if addresses is None else addresses)
+    for key, chunk, entry in _opened(store, addresses, report, progress):
+        if chunk.numbers == numbers or chunk.numbers in RANKS:
+            report.unchanged += 1
+            continue
+        try:
+            smaller = to_format(chunk, numbers)
+        except (CorruptEntry, OSError) as error:
+            _drop_unreadable(store, key, error, report)
+            continue
+        store.put(key, smaller, saved_ms=entry.saved_ms if entry else None)
+        report.done += 1
+        report.bytes_before += chunk.nbytes
+        report.bytes_after += smaller.nbytes
+    return report
+
+
+def _opened(
+    store: KVStore, addresses: Iterable[str] | None, report: ChangeReport, progress: Progress | None
+) -> Iterator[tuple[ChunkKey, ChunkKV, EntryInfo | None]]:
+    """Yield entries that can be opened, and what the store knew of them; report the others as missing."""
+    known = {entry.address: entry for entry in store.entries()}
+    wanted = list(known if addresses is None else addresses)
     for done, address in enumerate(wanted, start=1):
         opened = store.open(address)
         if isinstance(opened, Miss):
             report.missing[address] = opened.reason
-        elif opened[1].numbers == numbers or opened[1].numbers in RANKS:
-            report.unchanged += 1
         else:
-            _rewrite(store, *opened, numbers, before.get(address), report)
+            yield *opened, known.get(address)
         if progress is not None:
             progress(done, len(wanted))
-    return report
 
 
-def _rewrite(
-    store: KVStore, key: ChunkKey, chunk: ChunkKV, numbers: str, entry: EntryInfo | None, report: ChangeReport
-) -> None:
-    try:
-        smaller = to_format(chunk, numbers)
-    except (CorruptEntry, OSError) as error:
-        store.discard(key, str(error))
-        report.missing[key.address] = str(error)
-        return
-    store.put(key, smaller, saved_ms=entry.saved_ms if entry else None)
-    report.done += 1
-    report.bytes_before += chunk.nbytes
-    report.bytes_after += smaller.nbytes
+def _drop_unreadable(store: KVStore, key: ChunkKey, error: Exception, report: ChangeReport) -> None:
+    store.discard(key, str(error))
+    report.missing[store.address(key)] = str(error)
