@@ -9,6 +9,9 @@ TEMPORARY := $(shell [ "0$(FREE_KB)" -gt 8000000 ] && echo TMPDIR=/dev/shm)
 # A core is one worker's.
 PYTEST := $(TEMPORARY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
+# Setup compiles no bytecode, so the first import has to keep it: a start that compiles torch takes 17 s instead of 6.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-all lint bench stress drop-in ray oldest site docs release
 
 setup: $(READY)
