@@ -14,6 +14,7 @@ from qcfuse_rag.fusion.selectors import Selection, SelectNone, Selector
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.layer_hooks import LayerHook
+from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.prefill_base import Base
 
 
@@ -56,6 +57,7 @@ class Method:
         guard: decides when to compute everything instead; None never does.
         calibration: corrects the attention that the prompt's end and the answer pay to reused tokens; None does not.
             Methods with a layer hook or sets nested over layers are not corrected.
+        residuals: moves reused tokens with the recomputed ones of their passage, on a CPU; None does not. Likewise.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Method:
     context: Literal["all", "selected"] = "all"
     guard: Guard | None = None
     calibration: Calibration | None = None
+    residuals: ResidualKernel | None = None
 
     @property
     def bases(self) -> tuple[Base, ...]:

@@ -18,6 +18,7 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, WaitInterval
 from qcfuse_rag.runtime.loading.source import LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
+from qcfuse_rag.runtime.residuals import ResidualKernel, ResidualSpread
 from qcfuse_rag.runtime.rows import ReaderBias
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
@@ -158,6 +159,26 @@ class FusedPrompt:
     def calibrate(self, bias: ReaderBias | None) -> None:
         """Correct the attention of all rows that are computed behind the passages from now on."""
         self.loading_buffer = replace(self.loading_buffer, reader_bias=bias)
+
+    def spread_residuals(self, kernel: ResidualKernel, candidates: Sequence[PlacedChunk], selected: Tensor) -> None:
+        """Let other tokens move with the recomputed tokens of their passage, in all passes until `settle`.
+
+        Only on a CPU: on a GPU, recorded passes write to the buffer by themselves.
+
+        Args:
+            kernel: estimates residuals.
+            candidates: placed chunks that are not exact.
+            selected: `[S]` int64 ascending, their tokens that are recomputed.
+        """
+        if self.lm.device.type != "cpu" or not len(selected):
+            return
+        passages = [(placed.span.start, placed.span.stop) for placed in candidates]
+        spread = ResidualSpread(kernel, self.lm.ropes, passages, selected)
+        self.loading_buffer = replace(self.loading_buffer, residuals=spread)
+
+    def settle(self) -> None:
+        """Let no token move any more."""
+        self.loading_buffer = replace(self.loading_buffer, residuals=None)
 
     def stop(self) -> None:
         """Stop loading."""

@@ -10,6 +10,7 @@ from qcfuse_rag.fusion.guard import BreakEven
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import ProbeLayers, QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
+from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.prefill_base import FRAMED, PRIMED, Base
 
 DEFAULT_RATIO = 0.15
@@ -23,6 +24,7 @@ def auto(
     rows: Literal["suffix", "question"] = "suffix",
     normalized: bool = True,
     exact_first: bool = True,
+    residuals: bool = True,
     guard: bool = True,
 ) -> Method:
     """Recompute few tokens over primed caches, unless computing the whole prompt is faster.
@@ -38,6 +40,7 @@ def auto(
         rows: rows whose attention counts: the `question`, or the `suffix`, which is all text behind the passages.
         normalized: give every layer the same weight.
         exact_first: take the framed cache, which is exact, for the prompt's first passage.
+        residuals: move the other tokens of a passage with its recomputed ones, on a CPU; see `runtime.residuals`.
         guard: compute the whole prompt if that is predicted to be faster.
     """
     return Method(
@@ -48,4 +51,5 @@ def auto(
         selector=TopTokens(),
         budget=VerifiedRatio(DEFAULT_RATIO) if ratio is None else FixedRatio(ratio),
         guard=BreakEven() if guard else None,
+        residuals=ResidualKernel() if residuals else None,
     )

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import Cache
 
 from qcfuse_rag.models.rope import KVShape
+from qcfuse_rag.runtime.residuals import ResidualSpread
 from qcfuse_rag.runtime.rows import PlannedLayer, ReaderBias, RowsPlan
 
 SPARE_BYTES = 1 << 30
@@ -46,12 +47,14 @@ class KVBuffer:
         wait_for_layer: called with a layer's index before a pass writes or reads the layer; returns when the layer's
             stored chunks are placed. None if nothing is being loaded.
         reader_bias: corrects the attention of every row that is computed behind the passages; None leaves it as it is.
+        residuals: moves tokens of passages with those that are recomputed; None leaves them as they were stored.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     wait_for_layer: Callable[[int], None] | None = None
     reader_bias: ReaderBias | None = None
+    residuals: ResidualSpread | None = None
 
     @classmethod
     def allocate(
@@ -94,12 +97,13 @@ class KVBuffer:
     def cache(self, plan: RowsPlan) -> Cache:
         """Return a transformers cache that writes the plan's rows to this buffer, for one pass."""
         at, wait = plan.at, self.wait_for_layer
-        return Cache(
-            layers=[
-                RowsLayer(keys, values, at, plan.length, None if wait is None else partial(wait, layer))
-                for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True))
-            ]
-        )
+        residuals = None if self.residuals is None else self.residuals.in_pass(plan)
+        layers = []
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            before_write = None if residuals is None or layer == 0 else partial(residuals.before_write, layer)
+            wait_for_layer = None if wait is None else partial(wait, layer)
+            layers.append(RowsLayer(keys, values, at, plan.length, wait_for_layer, before_write))
+        return Cache(layers=layers)
 
 
 class RowsLayer(PlannedLayer):
@@ -111,6 +115,8 @@ class RowsLayer(PlannedLayer):
         at: index of the rows.
         length: number of keys that the pass may read.
         wait_for_layer: waits for this layer's stored chunks; None if nothing is being loaded.
+        before_write: called with the layer's keys and values before rows are written; returns what to call afterwards.
+            None if nothing is to be done.
     """
 
     def __init__(
@@ -120,9 +126,10 @@ class RowsLayer(PlannedLayer):
         at: slice | Tensor,
         length: int,
         wait_for_layer: Callable[[], None] | None = None,
+        before_write: Callable[[Tensor, Tensor], Callable[[], None]] | None = None,
     ) -> None:
         super().__init__(length, keys.shape[2])
-        self.wait_for_layer = wait_for_layer
+        self.wait_for_layer, self.before_write = wait_for_layer, before_write
         self.keys, self.values, self.at = keys, values, at
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -131,8 +138,11 @@ class RowsLayer(PlannedLayer):
         assert self.values is not None
         if self.wait_for_layer is not None:  # stored chunks are placed first, because rows overwrite parts of them
             self.wait_for_layer()
+        after_write = None if self.before_write is None else self.before_write(self.keys, self.values)
         self.keys[:, :, self.at] = key_states
         self.values[:, :, self.at] = value_states
+        if after_write is not None:
+            after_write()
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 

@@ -1,0 +1,158 @@
+"""Spread what recomputing changes: tokens that are not recomputed move with the recomputed tokens of their passage.
+
+The residual of a recomputed token, fresh minus stored, has a part that other tokens of its passage share, more so the
+nearer they are. Their residuals are estimated from the known ones as by a Gaussian process over positions, separately
+for each layer and for keys and values, before any row attends to them. AgentKVShift (arXiv 2607.21604) adds the mean of
+the known residuals. A mean of few is mostly noise, which the process weighs against what is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.models.rope import AngleTables, LayerRope, angles, angles_from, rotate
+from qcfuse_rag.runtime.rows import RowsPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualKernel:
+    """The covariance of the residuals of two tokens of a passage.
+
+    Attributes:
+        length: tokens over which the part that only neighbours share falls to 1/e.
+        shared: share of the common variance that all tokens of the passage have in common, 0 to 1.
+        noise: variance of a token's own part, as a multiple of the common variance.
+    """
+
+    length: float = 64.0
+    shared: float = 0.1
+    noise: float = 8.0
+
+    def weights(self, targets: Tensor, sources: Tensor) -> Tensor:
+        """Return `[N, S]` float32: how much of each source's residual every target gets.
+
+        Args:
+            targets: `[N]` int64 positions.
+            sources: `[S]` int64 positions of the same passage, at least one.
+        """
+        known = self._covariance(sources, sources) + self.noise * torch.eye(len(sources))
+        weights: Tensor = torch.linalg.solve(known, self._covariance(sources, targets))
+        return weights.T
+
+    def _covariance(self, first: Tensor, second: Tensor) -> Tensor:
+        distance = (first[:, None] - second[None, :]).abs().to(torch.float32)
+        return self.shared + (1 - self.shared) * torch.exp(-distance / self.length)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidualSpread:
+    """Which tokens of a prompt are recomputed, and which move with them; on a CPU.
+
+    Attributes:
+        kernel: estimates residuals.
+        ropes: rotation of each layer. Residuals of keys are compared unrotated, since rotation depends on the position.
+        passages: first position and position behind the last of each passage that is not exact.
+        selected: `[S]` int64 ascending, the recomputed tokens of these passages.
+    """
+
+    kernel: ResidualKernel
+    ropes: Sequence[LayerRope]
+    passages: Sequence[tuple[int, int]]
+    selected: Tensor
+
+    def in_pass(self, plan: RowsPlan) -> PassResiduals | None:
+        """Return what the rows of a pass spread; None if they spread nothing.
+
+        If the rows are computed in several passes, a token moves with the passage's rows of one of them: of the first
+        that computes a row behind it, or else of the last.
+        """
+        first_row, last_row = int(plan.rows[0]), int(plan.rows[-1])
+        groups: list[ResidualGroup] = []
+        for start, stop in self.passages:
+            inside = self.selected[(self.selected >= start) & (self.selected < stop)]
+            sources = inside[(inside >= first_row) & (inside <= last_row)]
+            if not len(sources):
+                continue
+            earlier, later = inside[inside < first_row], inside[inside > last_row]
+            first = int(earlier[-1]) + 1 if len(earlier) else start
+            targets = torch.arange(first, int(sources[-1]) + 1 if len(later) else stop)
+            weights = self.kernel.weights(targets, sources)
+            weights[torch.isin(targets, sources)] = 0  # what is recomputed stays
+            groups.append(ResidualGroup(first, sources, weights))
+        return PassResiduals(self.ropes, groups) if groups else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidualGroup:
+    """Neighbouring tokens of a passage that move with some of its recomputed tokens.
+
+    Attributes:
+        first: position of the first token.
+        sources: `[S]` int64 positions of the recomputed tokens.
+        weights: `[N, S]` float32, see `ResidualKernel.weights`.
+    """
+
+    first: int
+    sources: Tensor
+    weights: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class PassResiduals:
+    """Spreads the residuals of one pass, layer by layer. Layer 0 has none, apart from rounding."""
+
+    ropes: Sequence[LayerRope]
+    groups: Sequence[ResidualGroup]
+    sources: Tensor = field(init=False)
+    _forward: AngleTables = field(default_factory=dict, repr=False)
+    _backward: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.sources = torch.cat([group.sources for group in self.groups])
+
+    def before_write(self, layer: int, keys: Tensor, values: Tensor) -> Callable[[], None]:
+        """Note the stored keys and values of the tokens that are recomputed; return what moves the others afterwards.
+
+        Args:
+            layer: the layer.
+            keys: `[1, Hkv, capacity, D]`, the layer's rotated keys, to which the fresh ones will be written.
+            values: `[1, Hkv, capacity, Dv]`, likewise.
+        """
+        stored = keys.index_select(2, self.sources), values.index_select(2, self.sources)
+        return partial(self._spread, self.ropes[layer], keys, values, stored)
+
+    def _spread(self, rope: LayerRope, keys: Tensor, values: Tensor, stored: tuple[Tensor, Tensor]) -> None:
+        start = self.groups[0].first
+        stop = self.groups[-1].first + len(self.groups[-1].weights)
+        for side, old in zip((keys, values), stored, strict=True):
+            residuals = side.index_select(2, self.sources).float() - old.float()
+            rotates = side is keys and rope.inv_freq is not None
+            if rotates:
+                residuals = rotate(residuals, *self._back(rope), interleaved=rope.interleaved)
+            moved = self._estimates(residuals, start, stop)
+            if rotates:
+                angle = angles_from(self._forward, rope, start, stop, side.device)
+                moved = rotate(moved, *angle, interleaved=rope.interleaved)
+            side[:, :, start:stop] += moved
+
+    def _estimates(self, residuals: Tensor, start: int, stop: int) -> Tensor:
+        """Return `[1, Hkv, stop - start, D]`, the estimated residuals; 0 where nothing moves."""
+        moved = residuals.new_zeros(*residuals.shape[:2], stop - start, residuals.shape[3])
+        done = 0
+        for group in self.groups:
+            count, first = len(group.sources), group.first - start
+            moved[:, :, first : first + len(group.weights)] = group.weights @ residuals[:, :, done : done + count]
+            done += count
+        return moved
+
+    def _back(self, rope: LayerRope) -> tuple[Tensor, Tensor]:
+        """Return the angles that take the rotation of the recomputed tokens' keys back."""
+        assert rope.inv_freq is not None
+        if id(rope.inv_freq) not in self._backward:
+            self._backward[id(rope.inv_freq)] = angles(rope.inv_freq, -self.sources)
+        return self._backward[id(rope.inv_freq)]
