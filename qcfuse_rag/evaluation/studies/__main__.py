@@ -14,7 +14,6 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.studies.runner import PROGRAM, to_command
 
 STUDIES = {
-    "budgets": "Compare one recompute ratio for all questions with ratios that differ by question.",
     "compare": "Pool results of `qcfuse bench quality` and compare one method with the others.",
     "concurrency": "Ask many questions at once: equal answers, and a responsive event loop.",
     "conversations": "Measure conversations with and without the reuse of earlier turns.",
@@ -32,7 +31,6 @@ STUDIES = {
     "prompt-lookup": "Compare prompt lookup decoding with plain steps: passes, seconds, answers.",
     "quantization": "Compare caches in int8 and fp8 with those in the model's own dtype.",
     "trace": "Count what recorded chat requests would reuse.",
-    "variants": "Compare `auto` with variants of its parts.",
     "weights": "Compare int8 weights with the model's own: seconds, bytes, divergence.",
 }
 
