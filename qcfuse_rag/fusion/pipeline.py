@@ -240,7 +240,7 @@ class PrefillAttempt:
         if method.residuals is not None and hook is None:
             fused.spread_residuals(method.residuals, candidates, selection.positions)
         logits, recomputed = yield from recompute(fused, candidates, selection, hook, method.context, self.part_rows)
-        fused.settle()
+        fused.stop_spreading()
         if method.base is None:
             self.shared.take(fused, torch.ones_like(fused.known))
         marks.append(_Mark.now(fused))

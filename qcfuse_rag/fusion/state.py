@@ -161,7 +161,7 @@ class FusedPrompt:
         self.loading_buffer = replace(self.loading_buffer, reader_bias=bias)
 
     def spread_residuals(self, kernel: ResidualKernel, candidates: Sequence[PlacedChunk], selected: Tensor) -> None:
-        """Let other tokens move with the recomputed tokens of their passage, in all passes until `settle`.
+        """Let other tokens move with the recomputed tokens of their passage, in all passes until `stop_spreading`.
 
         Only on a CPU: on a GPU, recorded passes write to the buffer by themselves.
 
@@ -176,8 +176,8 @@ class FusedPrompt:
         spread = ResidualSpread(kernel, self.lm.ropes, passages, selected)
         self.loading_buffer = replace(self.loading_buffer, residuals=spread)
 
-    def settle(self) -> None:
-        """Let no token move any more."""
+    def stop_spreading(self) -> None:
+        """Let no token move with others any more."""
         self.loading_buffer = replace(self.loading_buffer, residuals=None)
 
     def stop(self) -> None:
