@@ -38,7 +38,7 @@ test: setup
 	$(PYTEST) -m "not slow and not real and not interpreter and not stress" --families=llama,gpt-oss-sinks $(ARGS)
 
 # Everything, on every family of models, and the first hour in this environment: 18 to 26 minutes on 2 cores of an
-# Intel Xeon (AMX), 36 on those of an EPYC (2026-11-26).
+# Intel Xeon (AMX), 36 on those of an EPYC (2026-11-27).
 test-all: setup
 	$(PYTEST) --families=all $(ARGS)
 
