@@ -24,7 +24,7 @@ def auto(
     rows: Literal["suffix", "question"] = "suffix",
     normalized: bool = True,
     exact_first: bool = True,
-    residuals: bool = True,
+    residuals: bool = False,
     guard: bool = True,
 ) -> Method:
     """Recompute few tokens over primed caches, unless computing the whole prompt is faster.
@@ -40,7 +40,8 @@ def auto(
         rows: rows whose attention counts: the `question`, or the `suffix`, which is all text behind the passages.
         normalized: give every layer the same weight.
         exact_first: take the framed cache, which is exact, for the prompt's first passage.
-        residuals: move the other tokens of a passage with its recomputed ones, on a CPU; see `runtime.residuals`.
+        residuals: move the other tokens of a passage with its recomputed ones, on a CPU; see `runtime.residuals`. It
+            brings many answers nearer to full prefill's and loses hidden numbers with some models, so it is off.
         guard: compute the whole prompt if that is predicted to be faster.
     """
     return Method(

@@ -139,5 +139,5 @@ def test_with_everything_recomputed_nothing_moves(family: LanguageModel) -> None
     engine = FusionEngine(family, MemoryStore())
     engine.warm(PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
-    done = engine.prefill(prompt, method=make_method("auto", ratio=1.0, guard=False))
+    done = engine.prefill(prompt, method=make_method("auto", ratio=1.0, guard=False, residuals=True))
     assert torch.allclose(done.logits, references.plain_forward(family, prompt.ids)[0][-1], atol=1e-4)

@@ -84,8 +84,8 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
 def test_every_method_computes_on_the_device(method: str, device: Device, tokenizer: PreTrainedTokenizerFast) -> None:
     cpu, gpu = engines(device, tokenizer)
     prompt, chosen = cpu.prompt(QUESTION, PASSAGES), make_method(method)
-    if method == "auto":  # without its guard, which may refuse a slow device, and residuals, which only a CPU spreads
-        chosen = make_method(method, base=FRAMED, guard=False, residuals=False)
+    if method == "auto":  # without its guard, which may refuse a slow device
+        chosen = make_method(method, base=FRAMED, guard=False)
     assert_same(gpu.prefill(prompt, method=chosen), cpu.prefill(prompt, method=chosen))
 
 
