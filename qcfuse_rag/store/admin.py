@@ -69,18 +69,18 @@ def move(
         StoreError: if the target cannot be written; entries that were moved before stay moved.
     """
     report = ChangeReport()
-    for key, chunk, entry in _opened(source, addresses, report, progress):
+    for address, key, chunk, entry in _opened(source, addresses, report, progress):
         try:
             target.put(key, chunk, saved_ms=entry.saved_ms if entry else None)
         except (CorruptEntry, OSError) as error:
-            _drop_unreadable(source, key, error, report)
+            _drop_unreadable(source, address, error, report)
             continue
         target.flush()
         report.done += 1
         report.bytes_before += entry.size_bytes if entry else 0
         report.bytes_after += chunk.nbytes
         if not keep:
-            source.discard(key)
+            source.discard(address)
     return report
 
 
@@ -106,14 +106,14 @@ def rewrite(
     if numbers == LOSSLESS:
         raise ValueError("lost precision does not come back; discard the entries and warm them again")
     report = ChangeReport()
-    for key, chunk, entry in _opened(store, addresses, report, progress):
+    for address, key, chunk, entry in _opened(store, addresses, report, progress):
         if chunk.numbers == numbers or chunk.numbers in RANKS:
             report.unchanged += 1
             continue
         try:
             smaller = to_format(chunk, numbers)
         except (CorruptEntry, OSError) as error:
-            _drop_unreadable(store, key, error, report)
+            _drop_unreadable(store, address, error, report)
             continue
         store.put(key, smaller, saved_ms=entry.saved_ms if entry else None)
         report.done += 1
@@ -124,8 +124,8 @@ def rewrite(
 
 def _opened(
     store: KVStore, addresses: Iterable[str] | None, report: ChangeReport, progress: Progress | None
-) -> Iterator[tuple[ChunkKey, ChunkKV, EntryInfo | None]]:
-    """Yield entries that can be opened, and what the store knew of them; report the others as missing."""
+) -> Iterator[tuple[str, ChunkKey, ChunkKV, EntryInfo | None]]:
+    """Yield each entry that can be opened, and what the store knew of it; report the others as missing."""
     known = {entry.address: entry for entry in store.entries()}
     wanted = list(known if addresses is None else addresses)
     for done, address in enumerate(wanted, start=1):
@@ -133,11 +133,11 @@ def _opened(
         if isinstance(opened, Miss):
             report.missing[address] = opened.reason
         else:
-            yield *opened, known.get(address)
+            yield address, *opened, known.get(address)
         if progress is not None:
             progress(done, len(wanted))
 
 
-def _drop_unreadable(store: KVStore, key: ChunkKey, error: Exception, report: ChangeReport) -> None:
-    store.discard(key, str(error))
-    report.missing[store.address(key)] = str(error)
+def _drop_unreadable(store: KVStore, address: str, error: Exception, report: ChangeReport) -> None:
+    store.discard(address, str(error))
+    report.missing[address] = str(error)
