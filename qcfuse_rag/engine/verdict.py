@@ -16,11 +16,12 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.regular_file import read_text
 
 FOLDER = "verdicts"
-VERSION = 3
+VERSION = 4
 EXACTNESS = "exactness"
 """Name of the check of the engine itself, which is the same at every ratio."""
 
@@ -64,12 +65,14 @@ class Trial:
         ratio: share of reused tokens recomputed; None if the method's selector decides.
         checks: all checks.
         calibration: the biases that readers were corrected by; None for none.
+        residuals: whether reused tokens moved with recomputed ones.
     """
 
     label: str
     ratio: float | None
     checks: tuple[Check, ...]
     calibration: Calibration | None = None
+    residuals: bool = False
 
     @property
     def passed(self) -> bool:
@@ -92,6 +95,7 @@ class Trial:
             **{name: getattr(self, name) for name in ("label", "ratio", "passed")},
             "checks": [{**asdict(check), "passed": check.passed} for check in self.checks],
             "calibration": None if self.calibration is None else asdict(self.calibration),
+            "residuals": self.residuals,
         }
 
     @classmethod
@@ -101,7 +105,7 @@ class Trial:
         saved = data["calibration"]
         biases = () if saved is None else tuple(tuple(map(float, layer)) for layer in saved["biases"])
         calibration = None if saved is None else Calibration(biases, str(saved["prefix"]))
-        return cls(data["label"], data["ratio"], checks, calibration)
+        return cls(data["label"], data["ratio"], checks, calibration, bool(data["residuals"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,20 +169,25 @@ class Verdict:
     def covers(self, method: Method) -> bool:
         """Return whether the method, as `applied` returns it, was tried and passed."""
         runs = self.applied(method)
+        settings = (runs.ratio, runs.calibration, runs.residuals is not None)
         return any(
-            trial.passed and (trial.ratio, trial.calibration) == (runs.ratio, runs.calibration) for trial in self.tried
+            trial.passed and (trial.ratio, trial.calibration, trial.residuals) == settings for trial in self.tried
         )
 
     def applied(self, method: Method) -> Method:
-        """Return the method at the recommended ratio if it leaves the ratio to the verdict, and calibrated for it.
+        """Return the method as recommended: at the ratio if it leaves that to the verdict, calibrated, with residuals.
 
-        A method at another ratio stays as it is: a calibration holds for its ratio alone.
+        A method at another ratio stays as it is: what passed holds for its ratio alone.
         """
-        if self.recommended is None or self.ratio is None:
+        trial = self.recommended
+        if trial is None or trial.ratio is None:
             return method
         if isinstance(method.budget, VerifiedRatio):
-            method = replace(method, budget=FixedRatio(self.ratio))
-        return replace(method, calibration=self.recommended.calibration) if method.ratio == self.ratio else method
+            method = replace(method, budget=FixedRatio(trial.ratio))
+        if method.ratio != trial.ratio:
+            return method
+        residuals = method.residuals or (ResidualKernel() if trial.residuals else None)
+        return replace(method, calibration=trial.calibration, residuals=residuals)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

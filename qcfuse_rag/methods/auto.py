@@ -41,7 +41,8 @@ def auto(
         normalized: give every layer the same weight.
         exact_first: take the framed cache, which is exact, for the prompt's first passage.
         residuals: move the other tokens of a passage with its recomputed ones, on a CPU; see `runtime.residuals`. It
-            brings many answers nearer to full prefill's and loses hidden numbers with some models, so it is off.
+            brings many answers nearer to full prefill's, and loses hidden numbers with some models. So without it,
+            `qcfuse verify` tries both, and the verdict chooses.
         guard: compute the whole prompt if that is predicted to be faster.
     """
     return Method(

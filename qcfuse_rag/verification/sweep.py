@@ -13,6 +13,7 @@ from qcfuse_rag.engine.verdict import EXACTNESS, Check, Trial, Verdict, method_d
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.verification.checks import (
     Case,
     VerifyLimits,
@@ -68,9 +69,10 @@ def verify(
 ) -> Verdict:
     """Compare a method's answers with full prefill's, from the smallest ratio up to the first that passes.
 
-    The ratio that passes is tried once more with a calibration, which is fitted on other prompts of the same passages,
-    unless the method corrects none of them. If that passes too, the trial with less divergence is recommended. The
-    engine's store is not used, and nothing is stored. The method's guard is ignored, so every prompt is fused.
+    A ratio that fails is tried once more with residuals, see `can_move`. What passes is tried once more with a
+    calibration, which is fitted on other prompts of the same passages, unless the method corrects none of them. If that
+    passes too, the trial with less divergence is recommended. The engine's store is not used, and nothing is stored.
+    The method's guard is ignored, so every prompt is fused.
 
     Args:
         engine: its model, template and number format count; its method does not.
@@ -89,8 +91,10 @@ def verify(
         raise ValueError("name at least one ratio to try")
     groups = _cases(engine, texts, settings)
     to_fit = fit_cases(texts or paragraphs(), settings.size) if can_calibrate(engine.lm, method) else []
+    moves = can_move(engine.lm, method)
     judged, fitted = sum(map(len, groups.values())), len(to_fit)
-    done, total = 0, judged * (1 + len(tried_methods)) + (judged + 2 * fitted if to_fit else 0)
+    trials = len(tried_methods) * (1 + moves) + bool(to_fit)
+    done, total = 0, judged * (1 + trials) + 2 * fitted
 
     def advance() -> None:
         nonlocal done
@@ -107,10 +111,13 @@ def verify(
     def judge(label: str, candidate: Method) -> None:
         comparisons = {kind: answers.compare(group, candidate) for kind, group in references.items()}
         checks = (exactness, *answer_checks(comparisons, settings.limits))
-        tried.append(Trial(label, candidate.ratio, checks, candidate.calibration))
+        tried.append(Trial(label, candidate.ratio, checks, candidate.calibration, candidate.residuals is not None))
 
     for label, candidate in tried_methods:
         judge(label, candidate)
+        if not tried[-1].passed and moves:
+            label, candidate = f"{label} with residuals", replace(candidate, residuals=ResidualKernel())
+            judge(label, candidate)
         if not tried[-1].passed:
             continue
         calibration = answers.calibrate(to_fit, candidate) if to_fit else None
@@ -142,6 +149,20 @@ def can_calibrate(lm: LanguageModel, method: Method) -> bool:
         and method.base is not None
         and method.layer_hook is None
         and isinstance(method.budget, FixedRatio)
+    )
+
+
+def can_move(lm: LanguageModel, method: Method) -> bool:
+    """Return whether to try a method with residuals, see `runtime.residuals`; on CPUs only.
+
+    They are part of what the verdict chooses, so a method with a ratio of its own is tried as it is.
+    """
+    return (
+        lm.device.type == "cpu"
+        and method.base is not None
+        and method.layer_hook is None
+        and method.residuals is None
+        and isinstance(method.budget, VerifiedRatio)
     )
 
 

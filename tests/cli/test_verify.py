@@ -17,7 +17,7 @@ LOOSE = ("--kl", 100, "--agreement", 0, "--loss", 1)
 @pytest.mark.slow
 def test_a_method_that_passes_and_one_that_does_not(run: Run, model_folder: str) -> None:
     passed = run.json("verify", "--model", model_folder, *SMALL, *LOOSE)
-    assert (passed["version"], passed["passed"], passed["ratio"], passed["saved"]) == (3, True, 0.05, None)
+    assert (passed["version"], passed["passed"], passed["ratio"], passed["saved"]) == (4, True, 0.05, None)
     assert [(trial["ratio"], trial["passed"]) for trial in passed["tried"]] == [(0.05, True), (0.05, True)]
     assert [trial["label"] for trial in passed["tried"]] == ["ratio 0.05", "ratio 0.05, calibrated"]
     best = min(passed["tried"], key=lambda trial: trial["checks"][1]["value"])
@@ -35,12 +35,13 @@ def test_the_table_has_a_row_for_each_ratio_that_was_tried(run: Run, model_folde
     code, out, _ = run("verify", "--model", model_folder, *SMALL, "--kl", 0)
     assert code == 1
     rows = [line for line in out.splitlines() if line.startswith("│ ratio")]
-    assert [row.split()[2] for row in rows] == [f"{ratio:g}" for ratio in RATIOS]
+    ratios = [row.split()[2] for row in rows]
+    assert ratios == [f"{ratio:g}" for ratio in RATIOS for _ in ("without residuals", "with residuals")]
     assert all("failed" in row for row in rows)
     for column in ("kl", "top-1", "identical", "needle", "multi-hop"):
         assert column in out
-    tried_last = f"auto over primed passes at none of the ratios tried; at ratio {RATIOS[-1]:g} it fails: kl"
-    assert tried_last in " ".join(out.split())
+    tried_last = f"at ratio {RATIOS[-1]:g} with residuals it fails: kl"
+    assert f"auto over primed passes at none of the ratios tried; {tried_last}" in " ".join(out.split())
 
 
 def test_a_ratio_that_the_user_names_is_the_only_one_tried(run: Run, model_folder: str) -> None:

@@ -121,11 +121,30 @@ def test_a_method_whose_rows_differ_between_layers_is_not_calibrated(engine: Fus
 def test_ratios_that_do_not_pass_keep_their_checks(engine: FusionEngine) -> None:
     """At ratio 1 everything is computed, so nothing but the first ratio can fail, and nothing is left to calibrate."""
     result = verify(engine, OPEN, texts=PASSAGES, settings=settings(STRICT, (1.0, 0.05)))
-    outcomes = [(trial.ratio, trial.passed) for trial in result.tried]
-    assert outcomes == [(0.05, False), (1.0, True)]
+    outcomes = [(trial.ratio, trial.residuals, trial.passed) for trial in result.tried]
+    assert outcomes == [(0.05, False, False), (0.05, True, False), (1.0, False, True)]
     assert result.ratio == 1.0
     assert values(result.tried[0])["kl"] > 1e-6 >= values(result.tried[-1])["kl"]
     assert result.recommendation.startswith("random over framed passes at ratio 1")
+
+
+@pytest.mark.slow
+def test_a_ratio_that_fails_is_tried_with_residuals(engine: FusionEngine) -> None:
+    """The limit lies between the divergence with residuals and the one without, whichever is larger."""
+    open_ratio = replace(make_method("auto"), guard=None)
+    tried = verify(engine, open_ratio, texts=PASSAGES, settings=settings(VerifyLimits(kl=-1.0), (0.3,))).tried
+    assert [(trial.label, trial.residuals) for trial in tried] == [
+        ("ratio 0.3", False),
+        ("ratio 0.3 with residuals", True),
+    ]
+    plain, moved = (trial.divergence for trial in tried)
+    assert plain != moved
+    limits = VerifyLimits(kl=(plain + moved) / 2, agreement=0.0, loss=1.0)
+    result = verify(engine, open_ratio, texts=PASSAGES, settings=settings(limits, (0.3,)))
+    assert result.tried[0].passed == (plain < moved)
+    assert result.recommended is not None
+    assert result.recommended.residuals == (moved < plain)
+    assert (result.applied(open_ratio).residuals is not None) == (moved < plain)
 
 
 @pytest.mark.slow
@@ -147,7 +166,7 @@ def test_full_prefill_runs_once_for_all_ratios(engine: FusionEngine, monkeypatch
 
     monkeypatch.setattr(FusionEngine, "prefill", counted)
     verify(engine, OPEN, texts=PASSAGES, settings=settings(VerifyLimits(kl=-1.0), (0.05, 0.1, 0.2)))
-    assert (sum(full), len(full)) == (3, 3 + 3 * 3)
+    assert (sum(full), len(full)) == (3, 3 + 3 * 2 * 3), "each ratio without residuals and with them"
 
 
 @pytest.mark.slow
@@ -166,9 +185,9 @@ def test_passages_that_are_not_kept_are_prefilled_again(
 
     monkeypatch.setattr(FusionEngine, "warm", counted)
     result = verify(engine, OPEN, texts=PASSAGES, settings=settings(VerifyLimits(kl=-1.0)))
-    assert len(result.tried) == 2
+    assert len(result.tried) == 4
     first_time = 3 * 2  # the first passage of a prompt, then the others
-    assert sum(map(bool, warmed)) == (first_time if kept_bytes else first_time + 2 * first_time)
+    assert sum(map(bool, warmed)) == (first_time if kept_bytes else first_time + 4 * first_time)
 
 
 @pytest.mark.slow
@@ -194,7 +213,8 @@ def test_progress_ends_full(engine: FusionEngine) -> None:
     verify(
         engine, OPEN, texts=PASSAGES, settings=settings(LOOSE), progress=lambda done, total: steps.append((done, total))
     )
-    most, first_ratio = 3 + 2 * 3 + 2 + 3, 3 + 3 + 2 + 3  # in full, fused, to fit on, calibrated
+    # in full, two ratios without and with residuals, to fit on, calibrated; and when the first passes
+    most, first_ratio = 3 + 2 * 2 * 3 + 2 + 3, 3 + 3 + 2 + 3
     assert steps == [*((done, most) for done in range(1, first_ratio + 1)), (first_ratio, first_ratio)]
 
 

@@ -126,7 +126,7 @@ def test_the_first_ratio_that_passed_is_recommended(kept: FusionEngine) -> None:
     assert (result.passed, result.ratio) == (True, 0.15)
     assert result.recommendation == "auto passes at ratio 0.15 (the smallest of those tried that passes)"
     plain = result.to_dict()
-    assert (plain["version"], plain["passed"], plain["ratio"]) == (3, True, 0.15)
+    assert (plain["version"], plain["passed"], plain["ratio"]) == (4, True, 0.15)
     assert [(each["ratio"], each["passed"]) for each in plain["tried"]] == [(0.05, False), (0.15, True), (0.3, True)]
     assert plain["tried"][0]["checks"][0] == {
         "name": "kl",
@@ -210,6 +210,18 @@ def test_a_calibrated_trial_covers_the_calibrated_method_alone(kept: FusionEngin
     other = replace(make_method("auto", ratio=0.2), calibration=calibrated.calibration)
     assert not result.covers(other)
     assert not result.covers(make_method("auto", ratio=0.3)), "it was tried and failed"
+
+
+def test_residuals_that_passed_are_used_at_their_ratio(kept: FusionEngine) -> None:
+    moved = replace(trial(0.15, 0.1), residuals=True)
+    result = verdict(kept, AUTO, trial(0.15, 2.0), moved)
+    assert result.applied(AUTO) == make_method("auto", ratio=0.15, residuals=True)
+    assert result.applied(make_method("auto", ratio=0.15)).residuals is not None
+    assert result.applied(make_method("auto", ratio=0.2)).residuals is None
+    assert result.covers(AUTO)
+    assert Trial.from_dict(json.loads(json.dumps(moved.to_dict()))) == moved
+    failed = verdict(kept, AUTO, trial(0.15, 0.1), replace(trial(0.15, 2.0), residuals=True))
+    assert not failed.covers(make_method("auto", ratio=0.15, residuals=True)), "they were tried and failed"
 
 
 def test_a_verdict_on_a_fixed_ratio_chooses_none_for_the_method_without(kept: FusionEngine, tmp_path: Path) -> None:
