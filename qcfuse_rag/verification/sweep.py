@@ -136,34 +136,28 @@ def verify(
     )
 
 
-def can_calibrate(lm: LanguageModel, method: Method) -> bool:
-    """Return whether to fit a calibration of a method, see `fusion.calibration`; on CPUs only.
+def can_correct(lm: LanguageModel, method: Method) -> bool:
+    """Return whether to try a method with residuals and a calibration as well; on CPUs only.
 
-    Fitting says whether the method is corrected at all: not where its rows differ between layers, for example.
-    The GPU's kernels and recorded passes have no bias: one corrected request would slow down the whole batch.
+    The GPU's kernels and recorded passes have no bias and move no tokens: one such request would slow the whole batch.
+    """
+    has_rows = isinstance(method.budget, FixedRatio) and method.layer_hook is None
+    return lm.device.type == "cpu" and method.base is not None and has_rows
+
+
+def can_calibrate(lm: LanguageModel, method: Method) -> bool:
+    """Return whether to fit a calibration of a method, see `fusion.calibration`.
+
+    A method whose sets of rows are nested over layers has no reader bias; `ReferenceAnswers.calibrate` returns None.
     """
     alike = len({(shape.kv_heads, shape.key_dim) for shape in lm.shapes}) == 1
-    return (
-        lm.device.type == "cpu"
-        and alike
-        and method.base is not None
-        and method.layer_hook is None
-        and isinstance(method.budget, FixedRatio)
-    )
+    return alike and can_correct(lm, method)
 
 
 def can_move(lm: LanguageModel, method: Method) -> bool:
-    """Return whether to try a method with residuals, see `runtime.residuals`; on CPUs only.
-
-    They are part of what the verdict chooses, so a method with a ratio of its own is tried as it is.
-    """
-    return (
-        lm.device.type == "cpu"
-        and method.base is not None
-        and method.layer_hook is None
-        and method.residuals is None
-        and isinstance(method.budget, VerifiedRatio)
-    )
+    """Return whether to try a method with residuals, see `runtime.residuals`: not if it has them or recomputes none."""
+    recomputes = isinstance(method.budget, VerifiedRatio) or method.ratio != 0
+    return recomputes and method.residuals is None and can_correct(lm, method)
 
 
 def _cases(engine: FusionEngine, texts: Sequence[str], settings: VerifySettings) -> dict[str, list[Case]]:
