@@ -31,7 +31,7 @@ from qcfuse_rag.cli.options import ServeOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.retrieval.index import PASSAGES
+from qcfuse_rag.retrieval.index import METADATA
 
 if TYPE_CHECKING:  # needs the extra `cli`
     from qcfuse_rag.server.library import ServedLibrary
@@ -145,7 +145,7 @@ def _serve_in_process(
 
 
 def _has_passages(folder: Path) -> bool:
-    return (index_folder(library_of(folder)) / PASSAGES).is_file()
+    return (index_folder(library_of(folder)) / METADATA).is_file()
 
 
 def _served_library(folder: Path, engine: FusionEngine, options: ServeOptions) -> ServedLibrary | None:

@@ -12,7 +12,7 @@ from qcfuse_rag.cli.library.open_engine import open_engine
 from qcfuse_rag.cli.library.settings import LibrarySettings
 from qcfuse_rag.cli.measuring_options import VerifyOptions
 from qcfuse_rag.engine.verdict import EXACTNESS, Check, Trial, Verdict
-from qcfuse_rag.retrieval.index import PASSAGES, read_passages
+from qcfuse_rag.retrieval.index import METADATA, PassageIndex
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.verification.checks import VerifyLimits
 from qcfuse_rag.verification.sweep import VerifySettings, verify
@@ -33,8 +33,8 @@ def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:
     method = options.chosen_method() if library is None else library.chosen_method(options)
     texts: list[str] = []
     with MemoryStore() if folder is None else open_library_store(folder, tenant=options.tenant) as store:
-        if library is not None and (index_folder(library.folder, store) / PASSAGES).exists():
-            texts = [passage.text for passage in read_passages(index_folder(library.folder, store))]
+        if library is not None and (index_folder(library.folder, store) / METADATA).exists():
+            texts = [passage.text for passage in PassageIndex.load(index_folder(library.folder, store)).passages]
         engine = open_engine(store, method, options, library)
         with progress_bar("verifying", "prompts") as advance:
             verdict = verify(engine, method, texts=texts, settings=settings, progress=advance)

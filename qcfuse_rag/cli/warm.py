@@ -42,6 +42,7 @@ from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 from qcfuse_rag.store.backends.disk_settings import read_settings
 from qcfuse_rag.store.backends.remote import url_without_secrets
 from qcfuse_rag.store.factory import KEPT_NUMBERS, open_store
+from qcfuse_rag.store.quantization import check_numbers
 
 MAX_PRINTED_REASONS = 20  # maximum number of lines printed for input that was not read
 
@@ -50,6 +51,8 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
     """Print the bytes and seconds that warming would take, without storing anything."""
     require_library(library)
     check_paths(options, library)
+    if options.numbers is not None:
+        check_numbers(options.numbers)
     settings = LibrarySettings.load(library)
     options = settings.applied_to(options)
     limit = None if options.limit_gb is None else int(options.limit_gb * 1e9)

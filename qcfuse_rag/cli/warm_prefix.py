@@ -55,7 +55,7 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
         QCFuseError: if the file cannot be read or is no list of tools.
     """
     try:
-        tools = json.loads(path.read_text("utf-8"))
+        tools = json.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise QCFuseError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

@@ -58,7 +58,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str | None, Sample]]:
     blank answers are ignored.
     """
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise BadDataset(f"cannot read {path} ({error}); name a file of JSON lines in UTF-8") from error
     # Only a line feed ends a line: `splitlines` also cuts at characters that stand inside JSON strings.

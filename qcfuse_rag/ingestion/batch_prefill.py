@@ -9,7 +9,7 @@ from qcfuse_rag.ingestion.enrichment import enrich_chunks
 from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
 from qcfuse_rag.ingestion.target import Ids, PrefillTarget
 from qcfuse_rag.ingestion.token_ranking import instruction_ids
-from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED, Base
 from qcfuse_rag.store.quantization import LOSSLESS
@@ -45,7 +45,7 @@ class BatchResult:
         chunks: chunks stored.
         tokens: tokens stored.
         computed_tokens: tokens computed for them, ranking instruction and padding included.
-        size_bytes: bytes of keys and values.
+        size_bytes: bytes of keys and values in the store's format.
     """
 
     chunks: int
@@ -76,12 +76,14 @@ class BatchPrefiller:
             StoreError: if the store cannot be written.
         """
         started = time.perf_counter()
-        chunks = self.compute(batch, system_prefix)
+        chunks, size = self.compute(batch, system_prefix), 0
         ms_per_token = 1000 * (time.perf_counter() - started) / batch.tokens
         for ids, chunk in zip(batch.chunks, chunks, strict=True):
-            self._target.store.put(self._target.key(batch.base, ids), chunk, saved_ms=ms_per_token * len(ids))
+            converted = to_store_format(chunk, self._target.store.numbers)
+            self._target.store.put(self._target.key(batch.base, ids), converted, saved_ms=ms_per_token * len(ids))
+            size += converted.nbytes
         computed = len(chunks) * (max(map(len, batch.chunks)) + self._instruction_tokens)
-        return BatchResult(len(chunks), batch.tokens, computed, sum(chunk.nbytes for chunk in chunks))
+        return BatchResult(len(chunks), batch.tokens, computed, size)
 
     def compute(self, batch: Batch, system_prefix: ChunkKV | None) -> list[ChunkKV]:
         """Return the keys and values of a batch's chunks."""

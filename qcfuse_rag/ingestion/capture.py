@@ -52,7 +52,7 @@ def capture_chunks(lm: LanguageModel, prefix_ids: tuple[int, ...], chunks: Seque
         start += len(chunk)
     instruction = instruction_ids(lm.tokenizer)
     room = min(len(ids) + len(instruction), lm.window.tokens)
-    buffer = KVBuffer.allocate(lm.shapes, room, dtype=lm.dtype, device=lm.device)
+    buffer = lm.empty_buffer(room)
     attention = ContextAttention(lm.n_layers, spans, lm.device)
     plan = RowsPlan.between(0, len(ids), lm.device, lm.sliding, attention.observe)
     forward_hidden(lm, torch.tensor(ids, device=lm.device), plan, buffer, depth=lm.n_layers)

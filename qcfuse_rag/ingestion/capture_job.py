@@ -17,12 +17,16 @@ from qcfuse_rag.ingestion.chunk_attention import expected_overhead, worth_by_sav
 from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
 from qcfuse_rag.ingestion.target import Ids, PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
-from qcfuse_rag.store.chunk import ChunkKV, to_format
+from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.provenance import Context
 from qcfuse_rag.store.quantization import check_rank
 from qcfuse_rag.store.variant_slots import TURN, Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
+
+
+class _NotKept(Exception):
+    """An entry that a capture writes or needs cannot be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +114,10 @@ class CaptureJob:
                 for index, kind in missing:
                     ids, capture = chunks[index], captures[index - 1]
                     chunk = capture if kind == "variant" else self._difference(kind, ids, capture)
+                    chunk = to_store_format(chunk, self._target.store.numbers)
                     self._put(kind, chunks[: index + 1], chunk, ms_per_token * len(ids))
                     captured, size = captured + 1, size + chunk.nbytes
-            except (PromptTooLong, LookupError) as error:
+            except (PromptTooLong, _NotKept) as error:
                 failed.append((group_index, str(error)))
         self._target.store.flush()
         return CaptureSummary(count, captured, present, tokens, size, time.perf_counter() - started, tuple(failed))
@@ -156,13 +161,13 @@ class CaptureJob:
         """Record the origins of an entry that the block writes.
 
         Raises:
-            LookupError: if an origin was deleted meanwhile; the entry is then deleted too.
+            _NotKept: if an origin was deleted meanwhile; the entry is then deleted too.
         """
         if self._ledger is not None:
             self._ledger.record_origins(key, origins)
         yield
         if self._ledger is not None and not self._ledger.confirm(key):
-            raise LookupError("a passage was forgotten meanwhile")
+            raise _NotKept("a passage was forgotten meanwhile")
 
     def _use_count(self, slot: Slot) -> float:
         """Return how often a slot was used, as far as the store knows."""
@@ -178,7 +183,7 @@ class CaptureJob:
         """Return a passage's framed cache from the store, warmed if it is missing.
 
         Raises:
-            LookupError: if the cache cannot be read twice in a row.
+            _NotKept: if the cache cannot be read twice in a row.
         """
         target, reason = self._target, ""
         key = target.key(FRAMED, ids)
@@ -190,7 +195,7 @@ class CaptureJob:
             if isinstance(stored, ChunkKV):
                 return stored
             reason = stored.reason
-        raise LookupError(f"the framed cache of a passage cannot be kept ({reason}), so no difference to it can")
+        raise _NotKept(f"the framed cache of a passage cannot be kept ({reason}), so no difference to it can")
 
 
 @torch.inference_mode()

@@ -76,7 +76,7 @@ def prefill_chunks(
     unpadded = [ids + query for ids, query in zip(batch, queries, strict=True)]
     width = max(map(len, unpadded))
     sequences = [ids + (0,) * (width - len(ids)) for ids in unpadded]
-    buffer = KVBuffer.allocate(lm.shapes, start + width, dtype=lm.dtype, device=lm.device, batch=len(batch))
+    buffer = lm.empty_buffer(start + width, batch=len(batch))
     for index, chunk in enumerate(prefixes):
         sequence = slice(None) if len(prefixes) == 1 else slice(index, index + 1)
         copy_chunk(buffer, 0, chunk, sequence, ropes=lm.ropes)

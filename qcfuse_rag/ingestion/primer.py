@@ -3,9 +3,9 @@
 A model reads the first passage of a prompt differently from all others: unused attention gathers at its beginning. A
 passage prefilled directly behind the system prefix is such a first passage, so a fused prompt has several. A passage
 prefilled behind the system prefix *and other passages* is not, and it stands about as far from the beginning as it does
-in prompts. It matters that they are several, and less which passages these are; see docs/notes/auto.md.
-So they are always the same, unrelated to any question. A primed cache depends on its passage alone, like a framed one,
-and carries nothing of other documents.
+in prompts. Several passages are needed; which ones matters less, see docs/notes/auto.md. So they are always the same,
+unrelated to any question. A primed cache depends on its passage alone, like a framed one, and carries nothing of other
+documents.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ PRIMER = (
     "was invented. Today the young shoots are sold as a vegetable, mostly in France and in the Netherlands, during the "
     "summer.",
 )
-"""Written for this purpose, and without digits: numbers in front of a passage blur the numbers in it. Other passages
-give other caches: raise the revision of `store.prefill_base.PRIMED`."""
+"""Passages written for this purpose. They have no digits, since numbers in front of a passage blur the numbers in it.
+Other passages give other caches: raise the revision of `store.prefill_base.PRIMED`."""
 
 PRIMER_TOKENS = 1024
 """Most tokens of the primer."""

@@ -148,7 +148,7 @@ def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
 
 def _read_file(path: Path, splitting: TextSplitting) -> Mapping[str, list[str]]:
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise QCFuseError(f"cannot read {path}: {error}") from error
     name = str(path.resolve())

@@ -130,7 +130,7 @@ class WarmJob:
             size_bytes=sum(self._target.entry_bytes(len(chunk.ids)) for chunk in split.work),
             seconds=self._estimate_seconds(split) if measure else None,
             left_out=split.left_out,
-            failed=tuple(split.failed),
+            failed=tuple(split.failed.items()),
             to_refresh=split.refreshed,
             stalest=split.stalest,
         )
@@ -195,7 +195,7 @@ class WarmJob:
             computed_tokens=sum(result.computed_tokens for result in results),
             size_bytes=sum(result.size_bytes for result in results),
             elapsed_s=time.perf_counter() - started,
-            failed=tuple(split.failed),
+            failed=tuple(split.failed.items()),
             refreshed=split.refreshed,
             stalest=split.stalest,
         )

@@ -21,7 +21,7 @@ class WorkSplit:
     left_out: int = 0
     refreshed: int = 0
     stalest: float = 0.0
-    failed: list[tuple[int, str]] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -59,8 +59,7 @@ def split_work(
                 split.present += 1
                 split.stalest = max(split.stalest, staleness)
         elif length > window:
-            if not chunk.base.primed:  # without the primer the chunk may be short enough
-                split.failed.append((chunk.index, _too_long(length, window)))
+            split.failed.setdefault(chunk.index, _too_long(length, window))  # once for all bases
             size -= entry_size
         elif limit_bytes is not None and size > limit_bytes:
             split.left_out += 1
@@ -72,6 +71,6 @@ def split_work(
 
 def _too_long(length: int, window: int) -> str:
     return (
-        f"a passage of {length:,} tokens with the system prefix exceeds the context window of {window:,}; split the "
-        "document into smaller passages"
+        f"a passage of {length:,} tokens with the texts in front of it exceeds the context window of {window:,}; split "
+        "the document into smaller passages"
     )

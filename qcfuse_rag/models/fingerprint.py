@@ -138,7 +138,7 @@ def _state(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a weight; of one that consists of others, as torchao's, those."""
+    """Yield a tensor; for a tensor subclass such as torchao's, yield the tensors it is made of."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor
         return

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +18,11 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import default_embedder
 from qcfuse_rag.errors import QCFuseError
 
-PASSAGES, EMBEDDINGS, METADATA = "passages.jsonl", "embeddings.npy", "about.json"
+METADATA = "about.json"
+"""Names the embedding model, and the token in the names of the other two files."""
+PART = r"(\.([0-9a-f]+\.)?part)?"
+DATA_FILE = re.compile(rf"(passages(-[0-9a-f]+)?\.jsonl|embeddings(-[0-9a-f]+)?\.npy){PART}")
+"""Name of a file of passages or embeddings, in use or not."""
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 """Name of the embedding model that is used if none is named; it comes as a wheel."""
 
@@ -75,17 +83,27 @@ class PassageIndex:
         return [(int(row), float(similarity[row])) for row in np.argsort(-similarity, kind="stable")[:k]]
 
     def save(self, folder: Path) -> None:
-        """Write to a folder, readable by its owner only; the old index stays valid until the last file is replaced."""
+        """Write to a folder, readable by its owner only; readers see the old index or the new one, whole.
+
+        Only one process may save at a time.
+
+        Raises:
+            OSError: if it cannot be written; the old index stays.
+        """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lines = "".join(json.dumps({"source": p.source, "text": p.text}) + "\n" for p in self.passages)
-        part = folder / f"{EMBEDDINGS}.part"
-        part.unlink(missing_ok=True)
-        part.touch(mode=0o600)
-        with open(part, "wb") as file:
-            np.save(file, self.embeddings, allow_pickle=False)
-        write_atomically(folder / METADATA, json.dumps({"embedder": self.embedder}))
-        write_atomically(folder / PASSAGES, lines)
-        part.replace(folder / EMBEDDINGS)
+        token = secrets.token_hex(8)
+        passages, embeddings = _data_files(folder, token)
+        try:
+            write_atomically(passages, lines)
+            embeddings.touch(mode=0o600)
+            with embeddings.open("wb") as file:
+                np.save(file, self.embeddings, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+            write_atomically(folder / METADATA, json.dumps({"embedder": self.embedder, "files": token}))
+        finally:
+            _remove_unused(folder)
 
     @classmethod
     def load(cls, folder: Path, embedder: str | None = None) -> PassageIndex:
@@ -95,9 +113,10 @@ class PassageIndex:
             QCFuseError: if there is no index, its files do not match, or it was made with another embedder.
         """
         try:
-            passages = read_passages(folder)
-            embeddings = np.load(folder / EMBEDDINGS, allow_pickle=False)
-            made_with = json.loads((folder / METADATA).read_text("utf-8"))["embedder"]
+            try:
+                made_with, passages, embeddings = _read(folder)
+            except FileNotFoundError:  # another process may have saved meanwhile
+                made_with, passages, embeddings = _read(folder)
         except FileNotFoundError as error:
             raise QCFuseError(f"there are no passages in {folder}; run `qcfuse warm run` on documents first") from error
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -118,6 +137,25 @@ def embedder_source(name: str) -> str:
     return default_embedder() if name == DEFAULT_EMBEDDER else name
 
 
-def read_passages(folder: Path) -> list[Passage]:
-    """Read only the passages of an index."""
-    return [Passage(**json.loads(line)) for line in (folder / PASSAGES).read_text("utf-8").splitlines()]
+def _data_files(folder: Path, token: str | None) -> tuple[Path, Path]:
+    """Return the paths of passages and embeddings; indices of earlier versions have no token."""
+    suffix = f"-{token}" if token else ""
+    return folder / f"passages{suffix}.jsonl", folder / f"embeddings{suffix}.npy"
+
+
+def _read(folder: Path) -> tuple[str, list[Passage], NDArray[np.float32]]:
+    """Return embedding model, passages and embeddings of the index in a folder."""
+    about = json.loads((folder / METADATA).read_text("utf-8"))
+    embedder = about["embedder"]
+    passages, embeddings = _data_files(folder, about.get("files"))
+    lines = passages.read_text("utf-8").splitlines()
+    return embedder, [Passage(**json.loads(line)) for line in lines], np.load(embeddings, allow_pickle=False)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove the passages and embeddings that the folder's index does not consist of."""
+    with suppress(OSError, ValueError):
+        used = _data_files(folder, json.loads((folder / METADATA).read_text("utf-8")).get("files"))
+        for path in folder.iterdir():
+            if DATA_FILE.fullmatch(path.name) and path not in used:
+                path.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,9 @@ def add_document_routes(app: FastAPI, library: ServedLibrary | None, *, read_bod
         body = await read_body(request, AddRequest)
         if len(body.documents) > most:
             return error_response(400, f"{len(body.documents)} documents, and at most {most} are allowed")
+        [(name, count)] = Counter(document.source for document in body.documents).most_common(1)
+        if count > 1:
+            return error_response(400, f"{count} documents are named {name!r}; each needs a name of its own")
         documents = {document.source: document.text for document in body.documents}
         steps: asyncio.Queue[dict[str, int]] = asyncio.Queue()
         loop = asyncio.get_running_loop()

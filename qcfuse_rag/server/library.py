@@ -120,8 +120,7 @@ class ServedLibrary(Retriever):
             raise QCFuseError(f"{empty[0]} has no text")
         texts = [text for document in passages.values() for text in document]
         with self._changing():
-            with self._retrieving:
-                vectors = self._embed(texts)
+            vectors, _ = self.embed(texts, stopped=lambda: False)
             index = PassageIndex.load(self._folder)
             index.replace(passages, vectors)
             self._replace_index(index)
@@ -160,4 +159,4 @@ class ServedLibrary(Retriever):
 
 
 def _split(splitting: TextSplitting, name: str, text: str) -> list[str]:
-    return splitting.split(text, markdown=PurePath(name).suffix in (".md", ".markdown"))
+    return splitting.split(text, markdown=PurePath(name).suffix.lower() in (".md", ".markdown"))

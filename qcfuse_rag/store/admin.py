@@ -8,7 +8,7 @@ from typing import Any
 
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss
-from qcfuse_rag.store.chunk import ChunkKV, to_format
+from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.low_rank import RANKS
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
@@ -71,14 +71,15 @@ def move(
     report = ChangeReport()
     for address, key, chunk, entry in _opened(source, addresses, report, progress):
         try:
-            target.put(key, chunk, saved_ms=entry.saved_ms if entry else None)
+            converted = to_store_format(chunk, target.numbers)
+            target.put(key, converted, saved_ms=entry.saved_ms if entry else None)
         except (CorruptEntry, OSError) as error:
-            _drop_unreadable(source, address, error, report)
+            _report_unreadable(source, address, error, report)
             continue
         target.flush()
         report.done += 1
         report.bytes_before += entry.size_bytes if entry else 0
-        report.bytes_after += chunk.nbytes
+        report.bytes_after += converted.nbytes
         if not keep:
             source.discard(address)
     return report
@@ -113,7 +114,7 @@ def rewrite(
         try:
             smaller = to_format(chunk, numbers)
         except (CorruptEntry, OSError) as error:
-            _drop_unreadable(store, address, error, report)
+            _report_unreadable(store, address, error, report)
             continue
         store.put(key, smaller, saved_ms=entry.saved_ms if entry else None)
         report.done += 1
@@ -138,6 +139,8 @@ def _opened(
             progress(done, len(wanted))
 
 
-def _drop_unreadable(store: KVStore, address: str, error: Exception, report: ChangeReport) -> None:
-    store.discard(address, str(error))
+def _report_unreadable(store: KVStore, address: str, error: Exception, report: ChangeReport) -> None:
+    """Report an entry that cannot be read, and discard it if it is damaged; a disk may fail only for a while."""
+    if isinstance(error, CorruptEntry):
+        store.discard(address, str(error))
     report.missing[address] = str(error)

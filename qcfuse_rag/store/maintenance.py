@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from qcfuse_rag.errors import CorruptEntry, StoreError
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.admin import Progress
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.disk import DiskStore
-from qcfuse_rag.store.backends.disk_files import TEMPORARY
 from qcfuse_rag.store.backends.disk_quota import DiskQuota
 from qcfuse_rag.store.backends.index_database import INDEX_FAILURES, QUARANTINE, WRITING
 from qcfuse_rag.store.documents.garbage import Garbage
 from qcfuse_rag.store.documents.manifest import FILE_NAME, Manifest, manifest_damage
-
-Progress = Callable[[int, int], None]
-"""`(done, total) -> None`."""
 
 
 @dataclass(slots=True)
@@ -76,7 +72,7 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
             quota.reclaim()
         report.leftovers = _remove_leftovers(store, quota)
         report.lost = quota.remove_lost()
-        report.found = quota.index_new_files()
+        report.found, report.damaged = quota.index_new_files()
         report.strays = sorted(str(path.relative_to(store.files.folder)) for path in store.files.strays())
         report.reclaimed_bytes = max(0, before - quota.index.size())
         addresses = [address for address, _ in store.files.entries()]
@@ -140,14 +136,8 @@ def _damage(store: DiskStore, address: str) -> str | None:
     opened = store.open(address)
     if isinstance(opened, Miss):
         return None if opened.reason in ("absent", "expired") else opened.reason
-    try:
-        opened[1].read()
-    except CorruptEntry as error:
-        store.discard(address, reason=str(error))
-        return str(error)
-    except OSError as error:
-        return f"cannot be read: {error}"
-    return None
+    miss = store.check(address, opened[1])
+    return None if miss is None else miss.reason
 
 
 def _remove_leftovers(store: DiskStore, quota: DiskQuota) -> int:
@@ -155,7 +145,7 @@ def _remove_leftovers(store: DiskStore, quota: DiskQuota) -> int:
     count = 0
     with quota.index.transact():
         writing = {name for name, *_ in quota.index.rows(WRITING)}
-        for path in list(store.files.tmp.glob(f"*{TEMPORARY}")):
+        for path in list(store.files.temporaries()):
             if path.name not in writing and store.files.is_abandoned(path.name):
                 count += store.files.remove_temporary(path.name)
     return count

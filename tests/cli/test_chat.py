@@ -66,11 +66,13 @@ def test_earlier_questions_and_answers_are_in_the_prompt(say, monkeypatch: pytes
 
 def test_explain_writes_the_page_of_the_last_answer_and_names_it(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     page = tmp_path / "last page.html"
+    page.touch(mode=0o644)
     code, out, _ = say("/explain", "Who keeps the paint?", "And when?", f"/explain {page}", "/quit", "Never asked?")
     assert code == 0
     assert "There is no answer to explain yet; ask a question first." in out
     assert f"The page is {page.as_uri()}" in out
     assert "<h1>And when?</h1>" in page.read_text()
+    assert page.stat().st_mode & 0o777 == 0o600
     assert "Passage 1: harbour.md" in page.read_text(), "without the folders of this machine"
 
 

@@ -22,6 +22,7 @@ from typer.main import get_command
 from qcfuse_rag import METHODS, DiskStore, FusionEngine, make_method, open_store
 from qcfuse_rag.cli.app import app
 from qcfuse_rag.cli.library.folder import open_library_store
+from qcfuse_rag.retrieval.index import PassageIndex
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support.cases import cases
 from tests.support.cli import Run
@@ -87,8 +88,7 @@ def test_a_changed_document_replaces_its_passages(run: Run, documents: Path, mod
     run("warm", "run", documents, *options)
     (documents / "1.txt").write_text("The paint was sold. Nobody keeps it now.")
     run("warm", "run", documents, *options)
-    lines = (store / "passages" / "passages.jsonl").read_text().splitlines()
-    texts = [json.loads(line)["text"] for line in lines]
+    texts = [passage.text for passage in PassageIndex.load(store / "passages").passages]
     assert len(texts) == 3
     assert "The paint was sold. Nobody keeps it now." in texts
     assert PASSAGES[1] not in texts

@@ -380,3 +380,12 @@ def test_documents_with_a_tag_shape_only_what_their_readers_read(
     assert len(enriched) == 4
     assert len(met) == 4, "each has met the documents all may read"
     assert sum(len(context) for context in met) == 3 * 2 + 3, "and only the board's has met three"
+
+
+def test_a_plan_for_a_format_that_there_is_not_is_refused(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--numbers", "int9")
+    for command in ("plan", "run"):
+        code, _, err = run("warm", command, *options)
+        assert (code, "there is no format of numbers 'int9'" in " ".join(err.split())) == (1, True)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, make_method
 from qcfuse_rag.cli.library.folder import open_library_store
+from qcfuse_rag.cli.warm_prefix import read_tools
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.store.prefill_base import FRAMED
@@ -93,3 +94,8 @@ def test_a_request_to_the_server_reads_what_was_warmed_from_the_same_file(
 def test_nothing_to_prefill_and_no_library_are_errors(run: Run, library: Path, tmp_path: Path) -> None:
     assert "give --system, --tools or both" in run("warm", "prefix", "--store", library)[2]
     assert "there is no store" in run("warm", "prefix", "--store", tmp_path / "no", "--system", SYSTEM)[2]
+
+
+def test_a_byte_order_mark_is_not_json(tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps([LOOK_UP]), "utf-8-sig")
+    assert [tool["function"]["name"] for tool in read_tools(tmp_path / "tools.json")] == ["look_up"]

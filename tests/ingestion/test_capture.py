@@ -14,7 +14,6 @@ from qcfuse_rag.ingestion import chunk_attention as statistics
 from qcfuse_rag.ingestion.capture import capture_chunks
 from qcfuse_rag.ingestion.prefill import prefill_chunk
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
-from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
@@ -73,7 +72,7 @@ def test_captured_passages_are_those_of_the_models_own_forward(family: LanguageM
     captured = capture(family, prompt)
     assert len(captured) == len(PASSAGES) - 1
     for span, chunk in zip(prompt.chunks[1:], captured, strict=True):
-        buffer = KVBuffer.allocate(family.shapes, len(prompt), dtype=family.dtype, device=family.device)
+        buffer = family.empty_buffer(len(prompt))
         copy_chunk(buffer, span.start, chunk)
         rotate_buffer(buffer, family.ropes, span.start, span.stop)
         positions = slice(span.start, span.stop)

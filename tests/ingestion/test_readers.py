@@ -16,6 +16,7 @@ from semantic_text_splitter import TextSplitter
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import QCFuseError
+from qcfuse_rag.evaluation.questions import read_samples
 from qcfuse_rag.ingestion import readers as read
 from qcfuse_rag.ingestion.readers import TextSplitting, read_passages, skipped_files
 from tests.support.cases import cases
@@ -232,3 +233,12 @@ def test_installed_packages_bring_readers(
 
 def read_shelf(path: Path) -> list[tuple[str, str]]:
     return [("shelf", text) for text in PASSAGES]
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "a.md").write_text(f"# Mill\n\n{PASSAGES[0]}", "utf-8-sig")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"id": "b", "text": PASSAGES[1]}), "utf-8-sig")
+    passages = read_passages([tmp_path], tokenizer, max_tokens=200)
+    assert [texts[0] for texts in passages.values()] == [f"# Mill\n\n{PASSAGES[0]}", PASSAGES[1]]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"question": "Who?", "passages": PASSAGES}), "utf-8-sig")
+    assert [sample.question for sample in read_samples(tmp_path / "c.jsonl")] == ["Who?"]

@@ -302,3 +302,23 @@ def test_a_part_of_the_corpus_does_not_make_enriched_passages_stale(engine: Fusi
 def test_the_number_of_vectors_must_be_the_number_of_passages(engine: FusionEngine) -> None:
     with pytest.raises(ValueError, match="2 vectors for 3 passages"):
         engine.warm(MANY[:2], bases=(ENRICHED,), vectors=np.eye(2, dtype=np.float32), others=[MANY[2]])
+
+
+@pytest.mark.parametrize("numbers", ["model", "int8"])
+def test_bytes_are_counted_in_the_stores_format(llama: LanguageModel, numbers: str) -> None:
+    engine = make_engine(llama, MemoryStore(numbers=numbers))
+    summary = engine.warm(PASSAGES, bases=[BLIND])
+    keys = [BLIND.key(llama.fingerprint, (), ids) for ids in ids_of(engine, PASSAGES)]
+    stored = {entry.address: entry.size_bytes for entry in engine.store.entries()}
+    assert summary.size_bytes == sum(stored[key.address] for key in keys)
+    before = sum(stored.values())
+    captured = engine.corpus.capture([PASSAGES])
+    assert captured.size_bytes == engine.store.stats()[0].size_bytes - before
+
+
+def test_every_chunk_is_in_one_count_and_a_passage_that_is_too_long_is_named_once(llama: LanguageModel) -> None:
+    target = PrefillTarget(llama, MemoryStore(), (1, 2, 3), primer=(4,) * 100)
+    chunks = [(5,) * length for length in (20, llama.window.tokens - 50, llama.window.tokens)]
+    summary = WarmJob(target, chunks, bases=[FRAMED, PRIMED]).run()
+    assert (summary.chunks, summary.warmed) == (6, 3)
+    assert [index for index, _ in summary.failed] == [1, 2]

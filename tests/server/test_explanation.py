@@ -48,7 +48,7 @@ async def test_an_explanation_is_what_the_page_of_explain_shows(http: httpx.Asyn
     explanation = body["explanation"]
     assert explanation["sections"] == json.loads(json.dumps(expected["sections"]))
     assert explanation["score"] == expected["score"] is not None
-    assert "recomputed" in {fate for section in explanation["sections"] for fate, _ in section["pieces"]}
+    assert "recomputed" in {outcome for section in explanation["sections"] for outcome, _ in section["pieces"]}
     assert {stage["name"] for stage in explanation["stages"]} == {"load", "probe", "select", "recompute"}
 
 

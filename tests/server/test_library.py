@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -29,7 +30,7 @@ from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import RequestLimits
 from qcfuse_rag.server.backend import CLIENTS, EngineBackend
 from qcfuse_rag.server.idle_warming import IdleWarming
-from qcfuse_rag.server.library import ServedLibrary
+from qcfuse_rag.server.library import ServedLibrary, _split
 from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
@@ -231,6 +232,33 @@ async def test_adding_tells_the_progress_if_asked(http: httpx.AsyncClient) -> No
     assert events[-1] == "[DONE]"
     *steps, summary = map(json.loads, events[:-1])
     assert steps[-1]["done"] == steps[-1]["total"] == summary["tokens"] > 0
+
+
+def test_questions_are_retrieved_for_while_documents_are_added(
+    library: ServedLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, embed = list[int](), Embedder.__call__
+    monkeypatch.setattr(
+        Embedder,
+        "__call__",
+        lambda self, texts: together.append(len(texts)) or embed(self, texts),  # type: ignore[func-returns-value]
+    )
+    library.add({f"{number}.txt": f"{HARBOUR} {number}" for number in range(20)}, lambda done, total: None)
+    assert together == [8, 8, 4]
+
+
+def test_a_markdown_file_is_known_by_its_ending_in_capitals_too() -> None:
+    splitting: Any = SimpleNamespace(split=lambda text, markdown: markdown)
+    assert [_split(splitting, name, "# Mill") for name in ("a.md", "A.MD", "a.txt")] == [True, True, False]
+
+
+async def test_two_documents_of_one_name_are_refused(http: httpx.AsyncClient, folder: Path) -> None:
+    before = PassageIndex.load(folder).passages
+    listed = [{"source": "a.md", "text": text} for text in PASSAGES[:2]]
+    response = await http.post("/v1/documents", content=json.dumps({"documents": listed}), headers=JSON)
+    assert response.status_code == 400
+    assert "2 documents are named 'a.md'" in error(response)
+    assert PassageIndex.load(folder).passages == before
 
 
 async def test_adding_a_name_again_replaces_the_document(

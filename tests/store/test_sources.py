@@ -376,3 +376,15 @@ def test_chunks_are_added_and_removed_one_by_one(store: DiskStore, sources: Sour
     assert sources.addresses("a.md") == {key.address for key in keys(0, 1)}
     assert sources.remove("a.md", keys(0)) == 1
     assert [key in store for key in keys(0, 1)] == [False, True]
+
+
+def test_a_transaction_that_sqlite_rolled_back_itself_fails_with_the_cause() -> None:
+    """As on a full disk."""
+
+    def fill_up() -> None:
+        with manifest.Manifest(None).writing() as database:
+            database.execute("ROLLBACK")
+            raise sqlite3.OperationalError("database or disk is full")
+
+    with pytest.raises(StoreError, match="database or disk is full"):
+        fill_up()

@@ -268,3 +268,14 @@ def test_a_forgotten_document_takes_along_what_was_captured_beside_another_ranki
     engine.corpus.capture([PASSAGES])
     engine.forget("ferry")
     assert filled(engine, PASSAGES[1]) == filled(engine, PASSAGES[2]) == []
+
+
+def test_a_fault_in_a_capture_is_raised_and_is_no_reason_of_a_group(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(*_: object) -> None:
+        raise KeyError("layer")
+
+    monkeypatch.setattr("qcfuse_rag.ingestion.capture_job.capture_chunks", faulty)
+    with pytest.raises(KeyError, match="layer"):
+        engine.corpus.capture([PASSAGES])

@@ -84,7 +84,7 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
 
 
 def chosen_questions(options: DemoOptions) -> list[Question]:
-    """Return the question that was given, all questions of the demonstration, or every so manieth of them."""
+    """Return the given question, all questions, or six spread evenly over them."""
     if options.question is not None:
         return [Question("given", options.question, (), ())]
     known = demonstration_questions()

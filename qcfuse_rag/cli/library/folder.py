@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qcfuse_rag.cli.library.job_lock import RECORD_NAME
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.retrieval.index import EMBEDDINGS, METADATA, PASSAGES, PassageIndex
+from qcfuse_rag.retrieval.index import DATA_FILE, METADATA, PART, PassageIndex
 from qcfuse_rag.retrieval.retrieval_log import FILE_NAME as LOG_NAME
 from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 from qcfuse_rag.store.backends.base import KVStore
@@ -22,7 +22,8 @@ from qcfuse_rag.store.factory import open_store
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
 TEXT_FOLDER = re.compile(f"{INDEX_FOLDER}(-[0-9a-f]+)?")
 """Name of a passage folder: the common folder, or the folder of one tenant."""
-INDEX_FILES = (PASSAGES, EMBEDDINGS, METADATA, LOG_NAME)
+INDEX_FILE = re.compile(rf"{DATA_FILE.pattern}|({re.escape(METADATA)}|{re.escape(LOG_NAME)}){PART}")
+"""Name of a file in a passage folder."""
 SETTINGS_NAME = "library.json"
 
 
@@ -138,8 +139,8 @@ def text_folders(library: Path) -> list[Path]:
 
 def text_files(library: Path) -> list[Path]:
     """Return a library's files outside its store that name or hold text: passages, settings, the last job's record."""
-    names = [folder / name for folder in text_folders(library) for name in INDEX_FILES]
-    index_files = [path for name in names for path in (name, *name.parent.glob(f"{name.name}*.part"))]
+    paths = [path for folder in text_folders(library) for path in folder.iterdir()]
+    index_files = [path for path in paths if INDEX_FILE.fullmatch(path.name)]
     records = [library / name for name in (RECORD_NAME, SETTINGS_NAME)]
     record_files = [path for record in records for path in (record, *library.glob(f"{record.name}.*.part"))]
     return [*index_files, *record_files, library / f"{RECORD_NAME}.lock"]

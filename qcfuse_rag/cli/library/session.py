@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.cli.library.folder import index_folder, open_library_store, require_extra, require_library
 from qcfuse_rag.cli.library.open_engine import open_engine, print_verdict_note
 from qcfuse_rag.cli.library.settings import LibrarySettings, model_name
@@ -106,8 +107,7 @@ class LibrarySession:
                 PassageOrigin(name, passage.title) for name, passage in zip(answer.names, answer.passages, strict=True)
             ],
         )
-        path.touch(mode=0o600)
-        path.write_text(page, "utf-8")
+        write_atomically(path, page)
 
 
 @contextmanager

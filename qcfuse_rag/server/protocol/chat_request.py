@@ -195,7 +195,7 @@ class ChatRequest(GenerationRequest):
     def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> Prompt:
         """Return the prompt; passages come before the last user message."""
         if passages is not None:
-            assert self.questions
+            _ = self.questions  # raises if there is none
         turns = [message.turn() for message in self.messages]
         kwargs = self._template_kwargs(engine.prompts.variables)
         form = self.to_response_format(shows_tools=engine.prompts.shows_tools)

@@ -102,8 +102,9 @@ class Health:
 class KVStore(ABC):
     """Keeps chunks by content address. Safe to use from several threads.
 
-    Reading never raises: damage, a foreign entry or a failing disk is a `Miss` with the reason, since the engine can
-    always recompute. Writing raises `StoreError`. Methods that take a key or an address accept both.
+    `get`, `open` and `in` never raise: damage, a foreign entry or a failing disk is a `Miss` with the reason, since the
+    engine can always recompute. A block of an entry is read and checked when it is used, which may raise `CorruptEntry`
+    or `OSError`. Writing raises `StoreError`. Methods that take a key or an address accept both.
 
     Attributes:
         kind: name for reports: `memory`, `disk` and so on.
@@ -135,7 +136,7 @@ class KVStore(ABC):
         found = self.get(key)
         return found if isinstance(found, Miss) else self.check(key, found) or found
 
-    def check(self, key: ChunkKey, chunk: ChunkKV) -> Miss | None:
+    def check(self, key: ChunkKey | str, chunk: ChunkKV) -> Miss | None:
         """Read every block of an entry; return why that is not possible, or None. A damaged entry is discarded."""
         try:
             chunk.read()

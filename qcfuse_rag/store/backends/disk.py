@@ -229,7 +229,7 @@ class DiskStore(KVStore):
         return [StoreStats("disk", entries, size, limit, **self._counts, evicted=evicted)]
 
     def health(self) -> list[Health]:
-        """Check that the folder can be written, the index read, and the limit used up."""
+        """Check that the folder can be written, the index can be read, and the disk has room up to the limit."""
         problems = self._all_problems
         try:
             probe = self.files.new_temporary()

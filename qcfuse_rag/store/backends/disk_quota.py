@@ -170,11 +170,11 @@ class DiskQuota:
                     count += self.index.delete(name)
         return count
 
-    def index_file(self, address: str) -> bool:
-        """Add an entry's file to the index, or quarantine it if its header is damaged; return whether it is sound.
+    def index_file(self, address: str) -> str | None:
+        """Add an entry's file to the index, or quarantine it if its header is damaged; return the damage, or None.
 
         Raises:
-            OSError: if the file cannot be read.
+            FileNotFoundError: if there is no such file.
         """
         path = self._files.path(address)
         tokens, numbers, expires = 1, "", None
@@ -182,31 +182,35 @@ class DiskQuota:
             header, _ = open_header(MappedFile(path, header_only=True), self._cipher)
             check_key(header.key, None, address)
             tokens, numbers, expires = header.tokens, header.numbers, header.expires
-        except ForeignEntry:
-            pass  # under another secret, but its bytes count
+        except (ForeignEntry, OSError):
+            pass  # under another secret, or not readable; but its bytes count
         except CorruptEntry as error:
             self.quarantine(address, str(error))
-            return False
+            return str(error)
         status, row = path.stat(), self.index.get(address)
         usage = EntryUsage(status.st_size, tokens * UNKNOWN_MS_PER_TOKEN, 1.0, status.st_mtime)
         tag = PINNED if row is not None and row[2] == PINNED else ENTRY
         self.index.set(address, Record(usage, numbers, self._worth(usage)), tag, expires)
-        return True
+        return None
 
-    def index_new_files(self) -> int:
-        """Add every file without a row to the index; return how many were sound."""
-        count = 0
+    def index_new_files(self) -> tuple[int, list[tuple[str, str]]]:
+        """Add every file without a row to the index; return their number, and address and damage of the others."""
+        found, damaged = 0, []
         for address, _ in list(self._files.entries()):
             with self.index.transact():
                 if (
                     self.index.get(address) is None and self._files.status(address) is not None
                 ):  # another process may have evicted it
-                    count += self.index_file(address)
+                    damage = self.index_file(address)
+                    if damage is None:
+                        found += 1
+                    else:
+                        damaged.append((address, damage))
         for path in list(self._files.quarantined_entries()):
             with self.index.transact():
                 if self.index.get(path.name) is None and path.exists():
                     self._index_quarantined(path, "")
-        return count
+        return found, damaged
 
     @_again_if_lost
     def pin(self, address: str, *, pinned: bool) -> bool:

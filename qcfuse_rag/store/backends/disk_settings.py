@@ -19,8 +19,8 @@ from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
 from qcfuse_rag.store.regular_file import read_text
 
 PLAIN_FIX = (
-    f"whoever holds a secret never uses plain entries: warm into another folder, or, if it was always plain, give no "
-    f"secret (unset {SECRET_VARIABLE}); to name tenants only, say encrypt=False or set {TENANT_SECRET_VARIABLE} instead"
+    f"a program with a secret refuses plain entries: warm into another folder, or unset {SECRET_VARIABLE}; for a "
+    f"secret that only names tenants, say encrypt=False or set {TENANT_SECRET_VARIABLE} instead"
 )
 SECRET_FIX = f"give its secret, or set {SECRET_VARIABLE}"
 

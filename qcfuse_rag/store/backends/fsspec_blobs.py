@@ -29,13 +29,12 @@ class FsspecBlobs:
         url: such as `s3://bucket/folder`, `gs://bucket/folder`, `sftp://host/folder` or `file:///mnt/shared/folder`.
         timeout_s: seconds after which a read or a write fails, for object stores, which fsspec reaches asynchronously;
             other protocols have their own options for it.
-        options: for fsspec's file system, such as `key`, `secret` and `endpoint_url` for S3.
 
     Raises:
         StoreError: if fsspec, or the library it needs for such a URL, is not installed.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 20.0, **options: Any) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 20.0) -> None:
         try:
             from fsspec import get_filesystem_class
             from fsspec.asyn import AsyncFileSystem
@@ -49,7 +48,7 @@ class FsspecBlobs:
             raise StoreError(f"cannot use URLs that begin with {self.kind}://: {error}") from error
         self._root = str(system._strip_protocol(url)).rstrip("/")
         self._asynchronous = issubclass(system, AsyncFileSystem)
-        self._url, self._options, self._timeout_s = url, options, timeout_s
+        self._url, self._timeout_s = url, timeout_s
         self._system: Any = None
 
     def read(self, name: str) -> bytes | None:
@@ -152,7 +151,7 @@ class FsspecBlobs:
         try:
             system = self._system
             if system is None:
-                system = self._system = url_to_fs(self._url, skip_instance_cache=True, **self._options)[0]
+                system = self._system = url_to_fs(self._url, skip_instance_cache=True)[0]
             if fresh:
                 system.invalidate_cache()
             if self._asynchronous:

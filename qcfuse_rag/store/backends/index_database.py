@@ -38,7 +38,7 @@ OPEN_TIMEOUT_S = 10.0
 OPEN_TRIES, OPEN_PAUSE_S = 5, 0.02
 UNREADABLE_MESSAGE = "disk I/O error"
 SPARE_BYTES = 1 << 20
-"""Free room on a disk with which SQLite does not fail for want of it."""
+"""With this much free space, a failure of SQLite is not a full disk."""
 
 FILES = ("cache.db", "cache.db-wal", "cache.db-shm")
 """The database, its log, and the memory that its users share."""

@@ -19,6 +19,8 @@ from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
 
 LOG = logging.getLogger(__name__)
+UNLIMITED = 1 << 50
+"""A limit in bytes that no machine reaches."""
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ class RemoteStore(KVStore):
         ttl_s: seconds after which new entries expire.
         cipher: the cipher that encrypts entries. All who share the remote need the same secret: an entry under another
             secret is a miss, and an entry written over it is a miss to the others.
-        rest_s: seconds for which requests are paused after a failure to reach the remote.
+        pause_s: seconds for which requests are paused after a failure to reach the remote.
 
     Raises:
         ValueError: if there is no such format.
@@ -53,12 +53,12 @@ class RemoteStore(KVStore):
         numbers: str = LOSSLESS,
         ttl_s: float | None = None,
         cipher: StoreCipher | None = None,
-        rest_s: float = 30.0,
+        pause_s: float = 30.0,
     ) -> None:
         check_numbers(numbers)
         self.numbers = numbers
         self.kind = f"remote {blobs.kind}"
-        self._blobs, self.ttl_s, self._cipher, self._pause_s = blobs, ttl_s, cipher, rest_s
+        self._blobs, self.ttl_s, self._cipher, self._pause_s = blobs, ttl_s, cipher, pause_s
         self._failure, self._paused_until = "", 0.0
         self._counts = {"hits": 0, "misses": 0, "discarded": 0}
         self._lock = threading.Lock()

@@ -91,7 +91,8 @@ class Manifest:
                 try:
                     yield self._database
                 except BaseException:
-                    self._database.execute("ROLLBACK")
+                    if self._database.in_transaction:  # on a full disk SQLite has rolled it back itself
+                        self._database.execute("ROLLBACK")
                     raise
                 self._database.execute("COMMIT")
             except sqlite3.Error as error:

@@ -14,8 +14,10 @@ import pytest
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends import disk_quota
 from qcfuse_rag.store.backends.disk_files import process_namespace
 from qcfuse_rag.store.entry.encryption import StoreCipher
+from qcfuse_rag.store.entry.reader import MappedFile
 from qcfuse_rag.store.maintenance import CheckReport, collect_garbage, fsck, rebuild
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support import seams
@@ -110,8 +112,30 @@ def test_a_file_the_index_does_not_know_and_that_is_damaged_is_not(store: DiskSt
     stray.write_bytes(b"damaged")
     report = fsck(store)
     assert (report.found, report.checked, report.sound) == (0, 3, 3)
+    assert report.damaged == [("ab" * 16, "truncated: 7 bytes")]
+    assert not report.clean
     assert not stray.exists()
     assert store.stats()[0].size_bytes == sum(path.stat().st_size for path in store.folder.rglob("*.kv"))
+
+
+def test_a_file_the_index_does_not_know_and_that_cannot_be_read_counts_and_stops_nothing(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path, **options: object) -> MappedFile:
+        if path == file_of(store):
+            raise OSError(5, "Input/output error")
+        return MappedFile(path, **options)  # type: ignore[arg-type]
+
+    before = store.stats()[0].size_bytes
+    store.quota.index.delete(KEY.address)
+    with monkeypatch.context() as patch:
+        seams.mapped_file(patch, broken)
+        patch.setattr(disk_quota, "MappedFile", broken)
+        report = fsck(store)
+    assert report.unread == [(KEY.address, "cannot be read: [Errno 5] Input/output error")]
+    assert (report.checked, report.sound, report.damaged) == (3, 2, [])
+    assert store.stats()[0].size_bytes == before
+    assert fsck(store).clean
 
 
 def test_rows_whose_files_are_gone_are_removed_and_their_bytes_taken_back(store: DiskStore) -> None:

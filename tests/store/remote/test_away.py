@@ -22,7 +22,7 @@ from tests.store.remote.servers import RedisProcess
 
 class TestRemoteThatIsAway:
     def test_a_bucket(self, away: type[Away]) -> None:
-        store = RemoteStore(FsspecBlobs("away://bucket/kv"), rest_s=0.3)
+        store = RemoteStore(FsspecBlobs("away://bucket/kv"), pause_s=0.3)
         store.put(example_key(), example_chunk())
         away.down = True
         self.check_that_it_is_missed(store, "remote away cannot be reached: no route to host")
@@ -30,7 +30,7 @@ class TestRemoteThatIsAway:
         self.check_that_it_comes_back(store)
 
     def test_it_is_not_asked_again_for_a_while(self, away: type[Away]) -> None:
-        store = RemoteStore(FsspecBlobs("away://resting/kv"), rest_s=1000.0)
+        store = RemoteStore(FsspecBlobs("away://resting/kv"), pause_s=1000.0)
         away.down = True
         assert isinstance(store.get(example_key()), Miss)
         tried = away.connections
@@ -42,7 +42,7 @@ class TestRemoteThatIsAway:
         assert away.connections == tried
 
     def test_a_killed_redis(self, own_server: RedisProcess) -> None:
-        store = RemoteStore(RedisBlobs(own_server.url, timeout_s=0.5), rest_s=0.3)
+        store = RemoteStore(RedisBlobs(own_server.url, timeout_s=0.5), pause_s=0.3)
         store.put(example_key(), example_chunk())
         own_server.kill()
         self.check_that_it_is_missed(store, "remote redis cannot be reached: Error 2 connecting to ")
@@ -53,7 +53,7 @@ class TestRemoteThatIsAway:
 
     @pytest.mark.slow
     def test_a_redis_that_hangs(self, own_server: RedisProcess) -> None:
-        store = RemoteStore(RedisBlobs(own_server.url, timeout_s=0.2), rest_s=0.5)
+        store = RemoteStore(RedisBlobs(own_server.url, timeout_s=0.2), pause_s=0.5)
         store.put(example_key(), example_chunk())
         own_server.pause()
         try:
@@ -64,7 +64,7 @@ class TestRemoteThatIsAway:
 
     @pytest.mark.slow
     def test_a_bucket_that_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = RemoteStore(FsspecBlobs("gs://hanging/kv", timeout_s=1.0), rest_s=60.0)
+        store = RemoteStore(FsspecBlobs("gs://hanging/kv", timeout_s=1.0), pause_s=60.0)
         store.put(example_key(), example_chunk())
         monkeypatch.setattr(Cloud, "delay_s", 60.0)
         started = time.monotonic()
@@ -85,10 +85,10 @@ class TestRemoteThatIsAway:
 
     @pytest.mark.slow
     def test_only_one_caller_tries_whether_it_is_back(self, away: type[Away]) -> None:
-        store = RemoteStore(FsspecBlobs("away://once/kv"), rest_s=0.5)
+        store = RemoteStore(FsspecBlobs("away://once/kv"), pause_s=0.05)
         away.down = True
         store.get(example_key())
-        time.sleep(0.55)
+        time.sleep(0.06)
         tried, waiting = [], threading.Barrier(8)
 
         def slow(name: str) -> None:
@@ -96,7 +96,7 @@ class TestRemoteThatIsAway:
             time.sleep(0.1)
             raise RuntimeError("no route to host")
 
-        store._rest_s = 60.0  # so that none of those who ask comes after the next rest
+        store._pause_s = 60.0  # so that none of those who ask comes after the next pause
         store._blobs.read = slow  # type: ignore[method-assign]
 
         def ask() -> None:

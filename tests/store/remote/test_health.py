@@ -13,7 +13,7 @@ from tests.store.remote.filesystems import Away
 
 
 def test_health_ends_a_rest_that_is_over(away: type[Away]) -> None:
-    store = RemoteStore(FsspecBlobs("away://rest/kv"), rest_s=1000.0)
+    store = RemoteStore(FsspecBlobs("away://rest/kv"), pause_s=1000.0)
     away.down = True
     assert isinstance(store.get(example_key()), Miss)
     away.down = False

@@ -1,0 +1,70 @@
+"""The files of an index: a reader sees the old index or the new one, whatever happens while it is saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qcfuse_rag.retrieval import index as module
+from qcfuse_rag.retrieval.index import METADATA, Passage, PassageIndex
+
+OLD = PassageIndex("M", [Passage("a", "old")], np.zeros((1, 2), np.float32))
+NEW = PassageIndex("M", [Passage("a", "new")], np.ones((1, 2), np.float32))
+
+
+def contents(folder: Path) -> tuple[str, float]:
+    loaded = PassageIndex.load(folder)
+    return loaded.passages[0].text, float(loaded.embeddings[0, 0])
+
+
+@pytest.mark.parametrize("failing", ["passages", "about"])
+def test_an_index_that_was_not_saved_to_the_end_is_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    OLD.save(tmp_path)
+    files, write = set(tmp_path.iterdir()), module.write_atomically
+
+    def interrupted(path: Path, text: str) -> None:
+        assert contents(tmp_path) == ("old", 0.0)
+        if path.name.startswith(failing):
+            raise OSError(28, "No space left on device")
+        write(path, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_atomically", interrupted)
+        with pytest.raises(OSError, match="No space left"):
+            NEW.save(tmp_path)
+    assert contents(tmp_path) == ("old", 0.0)
+    assert set(tmp_path.iterdir()) == files
+    NEW.save(tmp_path)
+    assert contents(tmp_path) == ("new", 1.0)
+    assert len([*tmp_path.iterdir()]) == 3
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_a_reader_whose_files_are_replaced_reads_the_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    OLD.save(tmp_path)
+    load, saved = np.load, list[bool]()
+
+    def replaced(path: Path, **options: Any) -> Any:
+        if not saved:
+            saved.append(True)
+            NEW.save(tmp_path)
+        return load(path, **options)
+
+    monkeypatch.setattr(np, "load", replaced)
+    assert contents(tmp_path) == ("new", 1.0)
+
+
+def test_an_index_of_an_earlier_version_is_read_and_replaced(tmp_path: Path) -> None:
+    (tmp_path / METADATA).write_text(json.dumps({"embedder": "M"}))
+    (tmp_path / "passages.jsonl").write_text(json.dumps({"source": "a", "text": "old"}) + "\n")
+    np.save(tmp_path / "embeddings.npy", OLD.embeddings)
+    assert contents(tmp_path) == ("old", 0.0)
+    NEW.save(tmp_path)
+    assert contents(tmp_path) == ("new", 1.0)
+    assert not (tmp_path / "passages.jsonl").exists()
