@@ -24,7 +24,7 @@ class Busy(QCFuseError):
 
 
 class Closed(QCFuseError):
-    """The engine was closed before an answer was complete."""
+    """The engine is closed, or was closed before an answer was complete."""
 
 
 class InvalidTemplate(QCFuseError):

@@ -90,7 +90,7 @@ class Corpus:
         self._lm, self._store, self._prompts = lm, store, prompts
         primer = primer_ids([prompts.chunk_ids(passage) for passage in PRIMER], lm.window.tokens)
         self._target = PrefillTarget(lm, store, prompts.prefix_ids, primer)
-        self.method = method
+        self._method = method
         self._sources: Sources | None = None
         self._inherited: Sources | None = None
         self._followed: int | None = None
@@ -100,7 +100,7 @@ class Corpus:
     @property
     def bases(self) -> tuple[Base, ...]:
         """The bases that the method reads passages under, hence those to warm."""
-        return self.method.bases or (FRAMED,)
+        return self._method.bases or (FRAMED,)
 
     def warm(self, texts: Iterable[str], **settings: Unpack[WarmSettings]) -> WarmSummary:
         """Prefill passages into the store, leaving alone those that are there.
@@ -269,9 +269,9 @@ class Corpus:
         """
         return self.open_sources().forget(source)
 
-    def prefetch(self, texts: Iterable[str], *, method: Method | None = None) -> None:
+    def prefetch(self, texts: Iterable[str]) -> None:
         """Start bringing passages into the store's nearest tier; returns at once."""
-        self._store.prefetch(self._keys_of(texts, method))
+        self._store.prefetch(self._keys_of(texts, None))
 
     def hint_next(self, texts: Iterable[str], *, steps: int = 1, method: Method | None = None) -> None:
         """Announce passages that a request will need `steps` requests from now; returns at once.
@@ -310,14 +310,12 @@ class Corpus:
         return PassageSignatures(self.open_sources, self._lm.fingerprint)
 
     def evict_removed(self) -> bool:
-        """Drop the entries that other processes removed from the store, as noted in its manifest.
+        """Drop the entries that were removed from the store, by whichever process, as noted in its manifest.
 
         Returns:
             Whether there were any since the last call.
         """
         removed: list[str] = []
-        if self._store.folder is None:
-            return False
         with suppress(StoreError):  # nothing is known then; chunks are still checked when they are read
             self._followed, removed = self.open_sources().garbage.removed_since(self._followed)
             if removed:
@@ -342,7 +340,7 @@ class Corpus:
                 raise
 
     def _keys_of(self, texts: Iterable[str], method: Method | None) -> list[ChunkKey]:
-        bases = (method or self.method).bases
+        bases = (method or self._method).bases
         # A prompt's first passage may be read under any of the bases, the others under the method's own.
         return [
             key

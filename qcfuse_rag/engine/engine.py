@@ -110,7 +110,8 @@ class FusionEngine:
             method: default method; see `choose_method` for the meaning of None. If it leaves its ratio to `qcfuse
                 verify`, as `auto` does by default, it takes the ratio of a passing verdict in the store's folder.
             device: such as `cpu` or `cuda:0`; a GPU if there is one.
-            dtype: such as `bfloat16`; float32 on a CPU, the checkpoint's own on a GPU.
+            dtype: such as `bfloat16`; by default the checkpoint's own on a GPU, and on a CPU the faster of float32 and
+                bfloat16, see `models.cpu_dtype`.
             weights: `model` (in the dtype), `float16` or `int8` (on CPUs), or `auto`; see
                 `models.load.load_pretrained`.
             check: compare the engine with the model's own code on a few tokens before it is trusted. A comparison that
@@ -258,7 +259,7 @@ class FusionEngine:
                 self.prefixes.clear()
             lease = None if prefixes is None else prefixes.lease(prompt, watched.method)
             prefilled = yield from prefill_in_parts(
-                self.runner, prompt, watched.method, answer_tokens=answer_tokens, shared=lease, part_rows=part_rows
+                self.runner, prompt, watched.method, answer_tokens=answer_tokens, lease=lease, part_rows=part_rows
             )
             if lease is not None:
                 lease.release()

@@ -98,9 +98,7 @@ class EngineHandle:
         """
         misplaced = [name for name in ENGINE_SETTINGS if (options or {}).get(name) is not None]
         if misplaced:
-            raise MisplacedSetting(
-                f"an engine that is given stays as it is; say {', '.join(misplaced)} where it is made"
-            )
+            raise MisplacedSetting(f"a given engine keeps its settings; set {', '.join(misplaced)} when you load it")
         handle = cls(lambda: engine, settings)
         handle.wrapped = True
         return handle
@@ -137,9 +135,7 @@ class EngineHandle:
         """
         changed = [name for name, value in settings.items() if value != self.load_settings.get(name, value)]
         if changed and (self.wrapped or self._engine is not None):
-            raise MisplacedSetting(
-                f"{', '.join(changed)} changed after the engine was there, which stays as it is; make another one"
-            )
+            raise MisplacedSetting(f"{', '.join(changed)} changed after the engine was loaded; create a new object")
         return EngineHandle.lazy(settings) if changed else self
 
     def submit(self, request: AnswerRequest, *, method: Method | None = None) -> RequestHandle:
@@ -205,20 +201,10 @@ def load_engine(
     weights: str,
     compiled: bool | None,
 ) -> FusionEngine:
-    """Load an engine by the settings of frameworks' objects; see `FusionEngine.load` and `choose_method`.
+    """Load an engine by the settings of frameworks' objects.
 
-    Args:
-        model: Hugging Face id, local folder or GGUF file.
-        store: folder; None keeps passages in memory.
-        method: what to reuse and recompute; None is the library's default.
-        ratio: share of reused tokens to recompute; None is the method's default.
-        base: the base that passages are stored under; None is the method's.
-        rag_messages: wording of the prompt; None is the library's.
-        chat_template_kwargs: variables of the model's chat template; None sets none.
-        device: such as `cpu`; None is a GPU if there is one.
-        dtype: such as `bfloat16`.
-        weights: `model`, `int8` or `auto`.
-        compiled: compile kernels and record CUDA graphs now; None does so on a GPU.
+    `method`, `ratio` and `base` are for `choose_method`; `rag_messages` and `chat_template_kwargs` are the prompt
+    template's, and the library's own if None. The others are for `FusionEngine.load`.
     """
     template = PromptTemplate(chat_template_kwargs=chat_template_kwargs or {})
     return FusionEngine.load(

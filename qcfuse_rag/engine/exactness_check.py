@@ -35,7 +35,7 @@ SEGMENT_TOKENS = 12
 MAX_CHECK_TOKENS = {"cpu": 160, "cuda": 4600}
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 ROUNDING_ERRORS = 3.0
-"""A model whose own logits are far from those it computes in float32 may differ by so many times that distance."""
+"""The engine's logits may differ from the model's by this multiple of the model's distance to its float32 logits."""
 INT8_TOLERANCE = 0.05
 """With int8 weights, activations are rounded: measured differences are .005 or less (`models.weights.int8_linear`)."""
 

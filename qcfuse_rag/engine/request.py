@@ -70,7 +70,7 @@ class RequestHandle(Iterator[str]):
 
     @property
     def logprobs(self) -> Sequence[TokenLogprob]:
-        """Of the answer's tokens so far, those of a draft not; empty if the request asks for none."""
+        """The log probabilities of the answer's tokens so far, without a draft's; empty if none are asked for."""
         source = self.generation or self._decoder
         return () if source is None else source.logprobs or ()
 

@@ -108,7 +108,7 @@ class Scheduler:
         Raises:
             Busy: if the queue is full.
             PromptTooLong: if prompt and answer exceed the context window.
-            RuntimeError: if the scheduler is closed.
+            Closed: if the engine is closed.
         """
         params = sampling or SamplingParams()
         check_window(self._engine.lm, prompt, params.max_new_tokens)
@@ -116,7 +116,7 @@ class Scheduler:
         request.rows_left = self._engine.predict_rows(prompt, method)
         with self._changed:
             if self._closed:
-                raise RuntimeError("the scheduler is closed")
+                raise Closed("the engine is closed; load another one")
             if self.waiting >= self._settings.waiting:
                 self._queue = [queued for queued in self._queue if queued.begun or not queued.end_if_cancelled()]
             if self.waiting >= self._settings.waiting:

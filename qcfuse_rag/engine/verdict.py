@@ -147,7 +147,8 @@ class Verdict:
     def recommendation(self) -> str:
         """The verdict in one sentence."""
         if self.recommended is not None:
-            smallest = " (the smallest of those tried that passes)" if len(self.tried) > 1 else ""
+            ratios = {trial.ratio for trial in self.tried}
+            smallest = " (the smallest of those tried that passes)" if len(ratios) > 1 else ""
             return f"{self.label} passes at {self.recommended.label}{smallest}"
         first, last = self.tried[0], self.tried[-1]
         if first.ratio != last.ratio:
@@ -198,13 +199,13 @@ class Verdict:
             "tried": [trial.to_dict() for trial in self.tried],
         }
 
-    def save(self, folder: Path) -> Path:
+    def save(self, folder: str | Path) -> Path:
         """Write the verdict to a store's folder, replace an earlier one, and return the file.
 
         Raises:
             QCFuseError: if the file cannot be written.
         """
-        path = verdict_path(folder, self.fingerprint, self.method)
+        path = verdict_path(Path(folder), self.fingerprint, self.method)
         try:
             write_atomically(path, json.dumps(self.to_dict(), indent=1))
         except OSError as error:
@@ -253,6 +254,8 @@ def _read(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:
         if data["version"] != VERSION:
             return None
         tried = tuple(map(Trial.from_dict, data["tried"]))
+        if lm.device.type != "cpu":  # a GPU runs a method without residuals and calibration
+            tried = tuple(trial for trial in tried if not trial.residuals and trial.calibration is None)
         return Verdict(data["fingerprint"], data["method"], data["label"], data["date"], tried) if tried else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

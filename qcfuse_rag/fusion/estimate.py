@@ -27,7 +27,7 @@ def estimate_prefill(
         method: what to reuse and what to recompute.
         start: the first position that is not there already; what is in front of it costs nothing.
     """
-    stored_tokens = near_tokens = inexact_tokens = absent = 0
+    stored_tokens = near_tokens = inexact_tokens = absent = asking_tokens = 0
     far_keys: list[ChunkKey] = []
     nearest = store.tiers[0] if len(store.tiers) > 1 else None
 
@@ -44,7 +44,9 @@ def estimate_prefill(
         keys = ((base, base.key(lm.fingerprint, prompt.prefix_ids, ids)) for base in exact_first)
         found = next(((base, key) for base, key in keys if is_near(key) or key in store), None)
         if found is None:
-            absent += span.segment.role is Role.CHUNK
+            is_passage = span.segment.role is Role.CHUNK
+            absent += is_passage
+            asking_tokens += 0 if is_passage else len(span)
             continue
         base, key = found
         stored_tokens += len(span)
@@ -57,13 +59,12 @@ def estimate_prefill(
             own_key = method.base.key(lm.fingerprint, prompt.prefix_ids, ids)
             far_keys += [] if is_near(own_key) else [own_key]
     selected_tokens = method.budget.tokens(inexact_tokens) if method.budget is not None else 0
-    context_end = max((span.stop for span in passages), default=start)
     depth = method.probe.depth(lm) if isinstance(method.probe, QuestionProbe) else lm.n_layers
     return PrefillEstimate(
         prompt_tokens=len(prompt) - start,
         stored_tokens=stored_tokens,
         selected_tokens=selected_tokens,
-        probe_rows=len(prompt) - context_end if method.probe is not None and selected_tokens > 0 else 0,
+        probe_rows=asking_tokens if method.probe is not None and selected_tokens > 0 else 0,
         probe_share=depth / lm.n_layers,
         passages=len(passages),
         absent=absent,

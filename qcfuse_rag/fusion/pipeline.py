@@ -19,7 +19,6 @@ from qcfuse_rag.fusion.prefix_cache import PrefixLease
 from qcfuse_rag.fusion.recompute import PartRows, Parts, complete, recompute
 from qcfuse_rag.fusion.report import FusionReport, Timings, describe_misses
 from qcfuse_rag.fusion.selectors import Selection, check_selection, recomputable_chunks
-from qcfuse_rag.fusion.shared_prefix import SharedPrefix
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.attention.scores import Scores
@@ -60,16 +59,14 @@ class Prefilled:
     lease: PrefixLease | None = None
 
 
-def prefill(
-    runner: ModelRunner, prompt: Prompt, method: Method, *, answer_tokens: int = 0, shared: SharedPrefix | None = None
-) -> Prefilled:
+def prefill(runner: ModelRunner, prompt: Prompt, method: Method, *, answer_tokens: int = 0) -> Prefilled:
     """Bring a prompt to its first token; see `prefill_in_parts`.
 
     Raises:
         PromptTooLong: if prompt and answer do not fit the model's context window.
         ValueError: if the method's selector breaks its contract.
     """
-    return complete(prefill_in_parts(runner, prompt, method, answer_tokens=answer_tokens, shared=shared))
+    return complete(prefill_in_parts(runner, prompt, method, answer_tokens=answer_tokens))
 
 
 @torch.inference_mode()
@@ -79,7 +76,7 @@ def prefill_in_parts(
     method: Method,
     *,
     answer_tokens: int = 0,
-    shared: SharedPrefix | PrefixLease | None = None,
+    lease: PrefixLease | None = None,
     part_rows: PartRows | None = None,
 ) -> Parts[Prefilled]:
     """Bring a prompt to its first token, in parts between which other requests may compute.
@@ -91,8 +88,7 @@ def prefill_in_parts(
         prompt: the prompt.
         method: what to reuse and what to recompute.
         answer_tokens: tokens to reserve for the answer.
-        shared: the beginning in common with the previous prompt, and the part of it that the next prompt needs; or the
-            beginning that an earlier request has computed.
+        lease: the beginning that earlier requests have computed; None for nothing.
         part_rows: the most rows of a part; None for one part. A method with a layer hook computes its rows in one part.
 
     Raises:
@@ -101,11 +97,11 @@ def prefill_in_parts(
     """
     check_window(runner.lm, prompt, answer_tokens)
     started = time.perf_counter()
-    wait_budget, shared = WaitBudget(runner.load_limit_s), shared or SharedPrefix()
-    decision = _ask_guard(runner, prompt, method, wait_budget, shared.held)
+    wait_budget = WaitBudget(runner.load_limit_s)
+    decision = _ask_guard(runner, prompt, method, wait_budget, 0 if lease is None else lease.held)
     refusal = decision.refusal
     attempt = PrefillAttempt(
-        runner, method if refusal is None else method.as_full_prefill, shared, part_rows, wait_budget
+        runner, method if refusal is None else method.as_full_prefill, lease, part_rows, wait_budget
     )
     refused: dict[int, Miss] = {}
     while True:  # every turn does without at least one chunk more
@@ -114,7 +110,7 @@ def prefill_in_parts(
             return (yield from attempt.run(fused, refused, started, decision))
         except LateMissError as late:
             for start in late.corrupt:
-                runner.store.discard(fused.keys[start], late.misses[start].reason)
+                runner.store.discard(fused.entry_keys[start], late.misses[start].reason)
             refused |= {lookup.start: Miss(lookup.reason or "absent") for lookup in fused.lookups if not lookup.hit}
             refused |= late.misses
         finally:
@@ -192,14 +188,14 @@ class PrefillAttempt:
     Attributes:
         runner: the model and the store.
         method: what to reuse and what to recompute.
-        shared: the beginning that is there already.
+        lease: the beginning that earlier requests have computed, or None.
         part_rows: the most rows of a part, or None.
         wait_budget: how long to wait for the store.
     """
 
     runner: ModelRunner
     method: Method
-    shared: SharedPrefix | PrefixLease
+    lease: PrefixLease | None
     part_rows: PartRows | None
     wait_budget: WaitBudget
 
@@ -241,8 +237,6 @@ class PrefillAttempt:
             fused.spread_residuals(method.residuals, candidates, selection.positions)
         logits, recomputed = yield from recompute(fused, candidates, selection, hook, method.context, self.part_rows)
         fused.stop_spreading()
-        if method.base is None:
-            self.shared.take(fused, torch.ones_like(fused.known))
         marks.append(_Mark.now(fused))
         marks[-1].time.wait()
         total_s = time.perf_counter() - started
@@ -256,23 +250,22 @@ class PrefillAttempt:
             raise ValueError(f"method {method.name!r} {error}") from None
         report = _report(fused, method, positions, Timings(total_s - sum(stages), *stages), decision)
         exact_tokens = _exact_tokens(fused, positions if hook is None else [])
-        lease = self.shared if isinstance(self.shared, PrefixLease) else None
-        return Prefilled(fused.prompt, logits, fused.await_all(), report, scores, exact_tokens, lease)
+        return Prefilled(fused.prompt, logits, fused.await_all(), report, scores, exact_tokens, self.lease)
 
     def _load(self, fused: FusedPrompt, refused: Mapping[int, Miss]) -> None:
-        self.shared.give(fused)
+        if self.lease is not None:
+            self.lease.give(fused)
         if self.method.base is None:
             return
         fused.load(
             self.method.base,
             self.method.adapter,
-            start=self.shared.held,
+            start=0 if self.lease is None else self.lease.held,
             wait_budget=self.wait_budget,
             refused=refused,
         )
         if refused:
             fused.await_all()  # after one unreadable chunk nothing is computed before everything is there
-        self.shared.take(fused, fused.known)
 
 
 def _exact_tokens(fused: FusedPrompt, recomputed: Collection[int]) -> int:

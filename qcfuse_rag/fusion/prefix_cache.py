@@ -19,7 +19,6 @@ from itertools import zip_longest
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.state import FusedPrompt
@@ -144,8 +143,9 @@ class PrefixCache:
     def keep(self, kept: KeptSequence, epoch: int) -> None:
         """Keep a sequence, in place of those whose prompts it covers.
 
-        The answer of such a one is lost if it was another: chat templates rarely write an answer in the tokens that it
-        was decoded in, so most turns of a conversation differ there from the turn before.
+        If a covered sequence has another answer, the keys and values of that answer are dropped. Chat templates rarely
+        write an answer in the tokens that it was decoded in, so most turns of a conversation differ there from the turn
+        before.
 
         Args:
             kept: the sequence.
@@ -209,9 +209,6 @@ class PrefixLease:
             fresh[:, :, :n] = kept[:, :, :n]
         fused.known[:n] = True
         fused.prefix_tokens, fused.prefix_exact = n, self.exact_tokens
-
-    def take(self, fused: FusedPrompt, known: Tensor) -> None:
-        """Do nothing: a sequence is kept when its answer has ended, see `keep`."""
 
     def release(self) -> None:
         """Hold the reused keys and values no longer; they were copied."""

@@ -41,7 +41,8 @@ class QuestionProbe:
         anchor_ratio: the share of each chunk's tokens that the question's rows attend to, by importance; 1 is all of
             them, 0 none. All tokens are scored in either case.
         reduce: over the question's rows and the heads: `mean`, or `max`.
-        rows: `question`, or `suffix`: all text behind the passages, the opening of the answer included.
+        rows: all text outside the passages that is not stored, up to the end of the `question`, or, as the `suffix`, up
+            to the end of the prompt with the opening of the answer.
         normalized: scale each layer's attention to reused tokens that are not exact to a sum of 1, so that layers with
             little attention to the passages count as much as the others.
     """

@@ -45,8 +45,8 @@ def recompute(
 ) -> Parts[tuple[Tensor, Tensor]]:
     """Compute the rows; return the first token's logits and the reused positions that were recomputed.
 
-    If a hook drops rows between layers, the positions are those kept to the last layer, unless the hook says which
-    count. Sets that are nested from the start count whole.
+    If a hook drops rows between layers, the positions are those kept to the last layer; an `AttentionHook` may name
+    them itself. With `selection.until`, all selected positions are returned.
     """
     lm, selected = fused.lm, selection.positions
     unknown = (~fused.known).nonzero()[:, 0]  # includes the prompt's last position

@@ -69,7 +69,7 @@ class FusedPrompt:
         placed: the placed chunks, the system prefix included.
         lookups: the outcome of every segment that could have been stored.
         row_layers: rows computed so far, summed over the layers each was computed in.
-        keys: by position, the entry that each placed segment came from.
+        entry_keys: by position, the entry that each placed segment came from.
         loader: brings the chunks into the buffer; None if nothing is to be loaded.
         prefix_tokens: leading positions that an earlier request has computed; see `fusion.prefix_cache`.
         prefix_exact: how many of these are full prefill's.
@@ -83,7 +83,7 @@ class FusedPrompt:
     placed: list[PlacedChunk] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
     row_layers: int = 0
-    keys: dict[int, ChunkKey] = field(default_factory=dict)
+    entry_keys: dict[int, ChunkKey] = field(default_factory=dict)
     loader: LayerLoader | None = None
     prefix_tokens: int = 0
     prefix_exact: int = 0
@@ -287,7 +287,7 @@ class FusedPrompt:
         self.lookups.append(Lookup(role, span.start, len(span), True, None, outcome.note, outcome.exact))
         self.placed.append(PlacedChunk(span, outcome.chunk, outcome.exact, outcome.demand))
         self.known[span.start : span.stop] = True
-        self.keys[span.start] = key
+        self.entry_keys[span.start] = key
         return self.placed[-1]
 
 

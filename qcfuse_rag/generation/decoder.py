@@ -109,7 +109,7 @@ class AnswerDecoder:
             self._rows, self._interval = self._pace()
         else:
             self._rows, self.holds_back = math.ceil(left / DRAFT_TOKENS), True
-        if self._is_drafted:
+        if self._draft_is_complete:
             self._logits = None
 
     @property
@@ -130,7 +130,7 @@ class AnswerDecoder:
     @property
     def steps(self) -> bool:
         """Whether the next pass computes the last token's row; False while a finished draft waits for verification."""
-        return self._logits is None and not (self.holds_back and self._is_drafted)
+        return self._logits is None and not (self.holds_back and self._draft_is_complete)
 
     @property
     def heals(self) -> bool:
@@ -148,7 +148,7 @@ class AnswerDecoder:
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """Of the answer's tokens so far, those of a draft not; None if the request asks for none."""
+        """The log probabilities of the answer's tokens so far, without a draft's; None if the request asks for none."""
         return None if self._params.logprobs is None else tuple(self._logprobs)
 
     def report(self) -> HealingReport | None:
@@ -261,8 +261,8 @@ class AnswerDecoder:
         return None
 
     @property
-    def _is_drafted(self) -> bool:
-        """Whether the draft, if there is one, gets no further token: a healed prompt gives exact tokens instead."""
+    def _draft_is_complete(self) -> bool:
+        """Whether there is a draft and it is complete: long enough, ended, or its prompt is healed."""
         if not self.holds_back:
             return False
         if not self._params.is_greedy or self._params.grammar is not None:

@@ -12,7 +12,7 @@ from qcfuse_rag.fusion.deviation import DeviationProbe, stored_rows
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.selectors import Selection, TopPerChunk
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
-from qcfuse_rag.models.rope import LayerRope, angles, rotate
+from qcfuse_rag.models.rope import LayerRope
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.store.prefill_base import BLIND, Base
@@ -89,19 +89,12 @@ class MeanShiftPass:
         for chunk, (old_keys, old_values) in zip(self.chunks, self._stored, strict=True):
             weights = chunk.weights[:, None].to(keys.dtype)
             if self.keys:
-                residual = self._rotate(layer, keys[:, :, chunk.recomputed] - old_keys, -chunk.recomputed)
+                residual = self.ropes[layer].rotated(keys[:, :, chunk.recomputed] - old_keys, -chunk.recomputed)
                 mean = residual.mean(2, keepdim=True).expand(-1, -1, len(chunk.shifted), -1)
-                keys[:, :, chunk.shifted] += weights * self._rotate(layer, mean, chunk.shifted)
+                keys[:, :, chunk.shifted] += weights * self.ropes[layer].rotated(mean, chunk.shifted)
             if self.values:
                 mean = (values[:, :, chunk.recomputed] - old_values).mean(2, keepdim=True)
                 values[:, :, chunk.shifted] += weights * mean
-
-    def _rotate(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
-        rope = self.ropes[layer]
-        if rope.inv_freq is None:
-            return keys
-        table = angles(rope.inv_freq.to(keys.device), positions)
-        return rotate(keys, *table, interleaved=rope.interleaved)
 
 
 def agentkvshift(ratio: float = 0.1, base: Base = BLIND, keys: bool = True, values: bool = True) -> Method:

@@ -37,7 +37,8 @@ def auto(
         base: which stored caches to start from, see `ingestion.primer`.
         layers: layers whose attention counts: the `upper` half, which needs no profile, or the `third_quarter`, so that
             the probe does not wait for the last quarter of the caches; see `fusion.probes`.
-        rows: rows whose attention counts: the `question`, or the `suffix`, which is all text behind the passages.
+        rows: rows whose attention counts: all text outside the passages that is not stored, up to the end of the
+            `question`, or, as the `suffix`, up to the end of the prompt.
         normalized: give every layer the same weight.
         exact_first: take the framed cache, which is exact, for the prompt's first passage.
         residuals: move the other tokens of a passage with its recomputed ones, on a CPU; see `runtime.residuals`. It

@@ -18,7 +18,6 @@ from qcfuse_rag.fusion.selectors import AllTokens, Selection, candidate_position
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
 from qcfuse_rag.ingestion.token_ranking import order_by_key_norm
-from qcfuse_rag.models.rope import angles, rotate
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -323,7 +322,7 @@ def _copy_buffer(lm: LanguageModel, buffer: KVBuffer, filled: int, capacity: int
 
     The original keeps the answer's tokens, at positions that are about to be computed for the passage.
     """
-    copy = KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device)
+    copy = lm.empty_buffer(capacity)
     for target, source in zip((*copy.keys, *copy.values), (*buffer.keys, *buffer.values), strict=True):
         target[:, :, :filled] = source[:, :, :filled]
     return copy
@@ -332,11 +331,5 @@ def _copy_buffer(lm: LanguageModel, buffer: KVBuffer, filled: int, capacity: int
 def _unrotated_keys(lm: LanguageModel, buffer: KVBuffer, start: int, stop: int) -> list[Tensor]:
     """Return the unrotated keys of each layer, `[Hkv, stop - start, D]`."""
     positions = torch.arange(start, stop, device=lm.device)
-    keys = []
-    for layer, rope in zip(buffer.keys, lm.ropes, strict=True):
-        part = layer[0, :, start:stop]
-        if rope.inv_freq is not None:
-            table = angles(rope.inv_freq.to(part.device), -positions)
-            part = rotate(part, *table, interleaved=rope.interleaved)
-        keys.append(part)
-    return keys
+    layers = zip(buffer.keys, lm.ropes, strict=True)
+    return [rope.rotated(keys[0, :, start:stop], -positions) for keys, rope in layers]

@@ -26,6 +26,17 @@ class LayerRope:
     inv_freq: Tensor | None
     interleaved: bool = False
 
+    def rotated(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Return keys rotated to positions; the keys themselves if the layer has no rotation.
+
+        Args:
+            keys: `[..., T, D]`, see `rotate`.
+            positions: `[T]` integers on the keys' device; negative ones rotate backwards.
+        """
+        if self.inv_freq is None:
+            return keys
+        return rotate(keys, *angles(self.inv_freq.to(keys.device), positions), interleaved=self.interleaved)
+
     def describe(self) -> str:
         """Return a short name for reports, such as `half-split, 64 channels`."""
         if self.inv_freq is None:

@@ -98,8 +98,8 @@ def explain_prefill(
 
     Returns:
         `sections` has a segment of the prompt each: `heading`, `tokens`, `status`, the share of the scores (`probed`),
-        and its text as `pieces` of `[fate, text]`, where a fate is `reused`, `recomputed` or `computed`. The other
-        fields are about the whole prompt.
+        and its text as `pieces` of `[outcome, text]`, where an outcome is `reused`, `recomputed` or `computed`. The
+        other fields are about the whole prompt.
     """
     return _Explanation(tokenizer, prompt, report, scores, tuple(origins)).to_dict()
 
@@ -230,14 +230,14 @@ class _Explanation:
         return text if len(text) <= MAX_STRETCH_CHARACTERS else f"{text[:MAX_STRETCH_CHARACTERS]}…"
 
     def _pieces(self, span: Span, selected: frozenset[int], *, stored: bool) -> Iterator[tuple[str, str]]:
-        """Yield `(fate, text)` of a span's longest runs of tokens with the same fate."""
+        """Yield `(outcome, text)` of a span's longest runs of tokens with the same outcome."""
 
-        def fate(positions: range) -> str:
+        def outcome(positions: range) -> str:
             if not stored or (span.start < self.report.prefix_tokens <= positions[0]):
                 return "computed"
             return "recomputed" if any(position in selected for position in positions) else "reused"
 
-        for name, ranges in groupby(_character_ranges(self.tokenizer, span), key=fate):
+        for name, ranges in groupby(_character_ranges(self.tokenizer, span), key=outcome):
             ids = [span.segment.ids[position - span.start] for positions in ranges for position in positions]
             yield name, self.tokenizer.decode(ids)
 

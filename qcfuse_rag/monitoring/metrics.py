@@ -33,7 +33,9 @@ class Metrics:
         self._requests = Counter("qcfuse_prefills", "Prompts brought to their first token", ["method"], **shared)
         self._fallbacks = Counter("qcfuse_fallbacks", "Prompts not fused as asked, with a reason", ["method"], **shared)
         self._lookups = Counter("qcfuse_lookups", "Passages looked up", ["outcome"], **shared)
-        self._tokens = Counter("qcfuse_prompt_tokens", "Tokens of prompts, by what became of them", ["fate"], **shared)
+        self._tokens = Counter(
+            "qcfuse_prompt_tokens", "Tokens of prompts, by how they were brought in", ["outcome"], **shared
+        )
         self._bytes = Counter("qcfuse_loaded_bytes", "Bytes read from the store", **shared)
         self._seconds = Histogram(
             "qcfuse_stage_seconds", "Time to first token, by stage", ["stage"], buckets=SECONDS, **shared
@@ -54,7 +56,7 @@ class Metrics:
         self._tokens.labels("reused").inc(report.reused_tokens - report.prefix_tokens)
         self._tokens.labels("prefix").inc(report.prefix_tokens)
         self._tokens.labels("recomputed").inc(recomputed)
-        self._tokens.labels("new").inc(report.prompt_tokens - report.reused_tokens - recomputed)
+        self._tokens.labels("computed").inc(report.prompt_tokens - report.reused_tokens - recomputed)
         self._bytes.inc(report.bytes_loaded)
         for stage, seconds in (report.timings.stages | {"ttft": report.timings.ttft_s}).items():
             self._seconds.labels(stage).observe(seconds)

@@ -14,7 +14,7 @@ from qcfuse_rag.runtime.runner import ModelRunner
 
 LOG = logging.getLogger(__name__)
 
-Observer = Callable[[FusionReport], None]
+ReportObserver = Callable[[FusionReport], None]
 
 
 class PrefillWatch:
@@ -32,9 +32,9 @@ class PrefillWatch:
         self.in_flight = InFlight()
         self.shadow: Shadow | None = None
         self._runner = runner
-        self._observers: tuple[Observer, ...] = ()
+        self._observers: tuple[ReportObserver, ...] = ()
 
-    def observe(self, observer: Observer) -> None:
+    def observe(self, observer: ReportObserver) -> None:
         """Call an observer with every report from now on; its errors are logged."""
         self._observers = (*self._observers, observer)
 

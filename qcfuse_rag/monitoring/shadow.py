@@ -167,7 +167,8 @@ class Shadow:
             self._method_ratio = ratio or self._method_ratio
         if raised is None or ratio is None or ratio >= raised:
             return requested
-        return replace(requested, budget=FixedRatio(raised), calibration=None)  # it holds for its own ratio alone
+        # What a verdict chose holds for its own ratio alone.
+        return replace(requested, budget=FixedRatio(raised), calibration=None, residuals=None)
 
     def note(self, prefilled: Prefilled, method: Method) -> None:
         """Count a request that a method fused, and queue one of every `settings.every` for comparison."""

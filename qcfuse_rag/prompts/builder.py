@@ -55,8 +55,8 @@ class PromptBuilder:
     Attributes:
         tokenizer: of the model.
         template: wording of the prompt.
-        window: tokens of the model's context window. Tokenising a prompt ends at twice as many or `CHEAP_TOKENS`, since
-            each token takes half a kilobyte meanwhile; None for no bound.
+        window: tokens of the model's context window; None for no bound. Tokenising stops with `PromptTooLong` beyond
+            twice the window or `CHEAP_TOKENS`, whichever is more: each token takes half a kilobyte of memory.
 
     Raises:
         InvalidTemplate: if the tokenizer's chat template rewrites the messages, so that they cannot be separated, or

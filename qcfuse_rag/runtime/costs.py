@@ -19,7 +19,6 @@ import torch
 
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.models.fingerprint import digest
-from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import finish, timed
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
@@ -219,7 +218,7 @@ def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None, *, sa
 def prefill_once(lm: LanguageModel, tokens: int) -> None:
     """Compute a full prefill of arbitrary tokens."""
     plan = RowsPlan.between(0, tokens, lm.device, lm.sliding)
-    buffer = KVBuffer.allocate(lm.shapes, tokens, dtype=lm.dtype, device=lm.device)
+    buffer = lm.empty_buffer(tokens)
     forward_rows(lm, plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, buffer)
 
 
@@ -235,7 +234,7 @@ class _PartialPrefill:
         lm, length = self.lm, min(length, self.lm.window.tokens)
         plan = RowsPlan.between(max(1, length - rows), length, lm.device, lm.sliding)
         ids = plan.rows % lm.model.get_input_embeddings().num_embeddings
-        buffer = KVBuffer.allocate(lm.shapes, length, dtype=lm.dtype, device=lm.device)
+        buffer = lm.empty_buffer(length)
         for tensor in (*buffer.keys, *buffer.values):
             tensor.zero_()
         finish(lm.device)

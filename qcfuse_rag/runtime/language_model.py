@@ -24,6 +24,7 @@ from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.models.rope_probe import measure_rope
 from qcfuse_rag.models.window_probe import measure_windows
 from qcfuse_rag.runtime.attention import dispatch
+from qcfuse_rag.runtime.buffer import BufferPool, KVBuffer
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.fused_layers.single_row_products import single_row_view
 from qcfuse_rag.runtime.kernels.support import kernels_available
@@ -86,6 +87,10 @@ class LanguageModel:
     fingerprint: Fingerprint
     stock_attention: str
     critical_layers: tuple[int, ...]
+
+    def empty_buffer(self, capacity: int, *, batch: int = 1, pool: BufferPool | None = None) -> KVBuffer:
+        """Allocate a buffer for `batch` sequences of `capacity` tokens; see `KVBuffer.allocate`."""
+        return KVBuffer.allocate(self.shapes, capacity, dtype=self.dtype, device=self.device, batch=batch, pool=pool)
 
     @classmethod
     def load(

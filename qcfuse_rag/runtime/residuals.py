@@ -68,8 +68,8 @@ class ResidualSpread:
     def in_pass(self, plan: RowsPlan) -> PassResiduals | None:
         """Return what the rows of a pass spread; None if they spread nothing.
 
-        If the rows are computed in several passes, a token moves with the passage's rows of one of them: of the first
-        that computes a row behind it, or else of the last.
+        If the rows are computed in several passes, each token moves once: in the first pass that recomputes a later
+        token of its passage, or else in the last pass that recomputes any.
         """
         first_row, last_row = int(plan.rows[0]), int(plan.rows[-1])
         groups: list[ResidualGroup] = []

@@ -94,13 +94,13 @@ class ModelRunner:
         """
         lm = self.lm
         try:
-            return KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device, pool=self.pool)
+            return lm.empty_buffer(capacity, pool=self.pool)
         except torch.OutOfMemoryError:
             if self.free_memory is None:
                 raise
         LOG.warning("no memory for %d tokens on %s: kept prompts are dropped", capacity, lm.device)
         self.free_memory()
-        return KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device, pool=self.pool)
+        return lm.empty_buffer(capacity, pool=self.pool)
 
     def compile(self) -> None:
         """Record passes and decode steps as CUDA graphs if there is a GPU; this takes memory and seconds.

@@ -115,7 +115,7 @@ class MeasuredStepCosts:
         few, many = ROWS.get(lm.device.type, ROWS["cpu"])
         length = min(CONTEXT_TOKENS, lm.window.tokens)
         few, many = min(few, length // 4), min(many, length // 2)
-        buffer = KVBuffer.allocate(lm.shapes, length, dtype=lm.dtype, device=lm.device)
+        buffer = lm.empty_buffer(length)
         for tensor in (*buffer.keys, *buffer.values):
             tensor.zero_()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import AnswerRequest, EngineHandle, cancel_request
 from qcfuse_rag.engine.request import RequestHandle
-from qcfuse_rag.errors import Busy, QCFuseError
+from qcfuse_rag.errors import Busy, Closed, QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decode import Generation
@@ -122,6 +122,8 @@ class EngineBackend:
                     yield event
         except Busy as error:
             yield Event(status=429, error=str(error))
+        except Closed as error:
+            yield Event(status=503, error=str(error))
         except (QCFuseError, ValueError) as error:
             yield Event(status=400, error=str(error))
         except Exception as error:

@@ -20,7 +20,6 @@ PASSAGES_PER_CASE = 4
 OPENING_WORDS = 8
 PASSAGE_ANSWER_TOKENS = 24
 """Tokens of an answer to a prompt of `passage_cases` that are compared."""
-UNLIMITED = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)

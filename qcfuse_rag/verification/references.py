@@ -13,11 +13,11 @@ from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.teacher_forcing import greedy_answers
-from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.verification.answers import GreedyAnswer, compare_greedy_answers
 from qcfuse_rag.verification.calibration import fit_calibration, passage_odds
-from qcfuse_rag.verification.checks import UNLIMITED, Case, Comparison, string_match
+from qcfuse_rag.verification.checks import Case, Comparison, string_match
 
 KEPT_BYTES = 4 << 30
 """Most bytes of warmed passages that are kept for the next candidates; the passages beyond are prefilled again."""
@@ -88,7 +88,8 @@ class ReferenceAnswers:
     def calibrate(self, cases: Sequence[Case], method: Method) -> Calibration | None:
         """Fit a method's calibration on cases of one kind; None if the method corrects none of their prompts."""
         lm, prefix_ids = self._engine.lm, self._engine.prompts.prefix_ids
-        zeros = ((0.0,) * lm.model.config.num_attention_heads,) * lm.n_layers
+        heads = int(lm.model.config.get_text_config().num_attention_heads)
+        zeros = ((0.0,) * heads,) * lm.n_layers
         uncorrected = replace(method, calibration=Calibration(zeros, hash_ids(prefix_ids)))
         full_odds: list[Tensor] = []
         fused_odds: list[Tensor] = []

@@ -83,7 +83,7 @@ def test_settings_that_change_too_late_are_an_error(engine: FusionEngine) -> Non
     assert served.for_settings(other).load_settings == other, "another one"
     assert served.engine is engine
     assert served.for_settings({"method": None, "ratio": 0.1}) is served
-    with pytest.raises(MisplacedSetting, match="method, ratio changed after the engine was there"):
+    with pytest.raises(MisplacedSetting, match="method, ratio changed after the engine was loaded"):
         served.for_settings({"method": "full", "ratio": 0.2})
 
 

@@ -523,7 +523,7 @@ def test_closing_answers_what_was_submitted_or_cancels_it(engine: FusionEngine) 
     answers = [scheduler.submit(prompt, LONG) for _ in range(3)]
     scheduler.close()
     assert all(answer.generation is not None for answer in answers)
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(Closed, match="load another one"):
         scheduler.submit(prompt, LONG)
     scheduler = Scheduler(engine)
     answer = scheduler.submit(prompt, SamplingParams(max_new_tokens=200))

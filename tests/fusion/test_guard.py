@@ -18,6 +18,7 @@ from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.guard import BreakEven, PrefillEstimate, predict_fused_s
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.costs import Costs, costs_path, measure_passes, read_costs
 from qcfuse_rag.runtime.loading.load_time import measure_loading
 from qcfuse_rag.store.backends.base import EntryInfo, Miss
@@ -82,6 +83,17 @@ def test_an_outlook_is_what_then_happens(engine: FusionEngine) -> None:
     assert ahead.rows == report.rows
     assert ahead.selected_tokens == len(report.selected)
     assert ahead.stored_tokens == report.reused_tokens + len(report.selected)
+
+
+def test_the_rows_of_a_probe_are_predicted_with_the_history_in_front_of_the_passages(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    prompt = engine.prompt(QUESTION, PASSAGES, [("user", QUESTION), ("assistant", "Nobody knows.")])
+    fused = FusedPrompt.empty(engine.runner, prompt, len(prompt))
+    fused.load(FRAMED)
+    method = make_method("auto", base=FRAMED, ratio=0.5, exact_first=False, guard=False)
+    rows = fused.probe_rows(suffix=True)
+    assert int(rows[0]) < prompt.chunks[0].start, "the history is in front of the passages"
+    assert estimate_prefill(engine.lm, engine.store, prompt, method).probe_rows == len(rows)
 
 
 def test_a_refused_prompt_is_computed_in_full_and_says_why(engine: FusionEngine) -> None:

@@ -243,3 +243,14 @@ def test_an_answer_whose_keys_cannot_be_copied_is_not_kept(
     lease.keep(keeping.prompt(QUESTION), [], buffer, 0)
     monkeypatch.undo()
     assert len(keeping.prefixes) == 0
+
+
+def test_what_leaves_a_store_in_memory_is_in_no_prefix_either(keeping: FusionEngine) -> None:
+    keeping.warm(PASSAGES, sources=["mill.md"] * len(PASSAGES))
+    prompt = keeping.prompt(QUESTION, PASSAGES)
+    keeping.generate(prompt, PARAMS)
+    keeping.prefill(prompt)
+    assert len(keeping.prefixes) == 1
+    keeping.warm(PASSAGES[:1], sources=["mill.md"])
+    keeping.prefill(prompt)
+    assert len(keeping.prefixes) == 0

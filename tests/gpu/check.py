@@ -42,7 +42,7 @@ from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernel_errors
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.verification.checks import UNLIMITED
+from qcfuse_rag.store.backends.memory import UNLIMITED
 
 METHODS = ("auto[ratio=.05]", "auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]")
 DRY_CONTEXT, DRY_CHUNK = 16, 16

@@ -12,7 +12,6 @@ import torch
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.methods.relaycaching import GENERATED, RelayLayers, RelayRecompute
-from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
@@ -100,7 +99,7 @@ def test_a_stored_answer_equals_the_models_own_forward_behind_its_prompt(
     assert (kept.tokens, chunk.n_tokens) == (len(ids), len(ids)), "no tokens of the prompt"
     assert kept.computed == len(ids) - len(family.tokenizer(ANSWER)["input_ids"]), "only the template's tokens"
     assert chunk.context == tuple(hash_ids(span.segment.ids) for span in old.chunks)
-    buffer = KVBuffer.allocate(family.shapes, start + len(ids), dtype=family.dtype, device=family.device)
+    buffer = family.empty_buffer(start + len(ids))
     copy_chunk(buffer, start, chunk)
     rotate_buffer(buffer, family.ropes, start, start + len(ids))
     for layer, (keys, values) in enumerate(references.alone_at(family, ids, start, before=old.ids)):

@@ -1,4 +1,4 @@
-"""The page of a prefill shows every token once, by its fate, and says in words why."""
+"""The page of a prefill shows every token once, by its outcome, and says in words why."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_token_is_shown_with_its_fate(engine: FusionEngine) -> None:
     page = explain_html(engine.lm.tokenizer, prompt, report)
     shown = shown_text(page)
     assert unescape("".join(text for _, text in shown)) == engine.lm.tokenizer.decode(prompt.ids)
-    recomputed = unescape("".join(text for fate, text in shown if fate == "recomputed"))
+    recomputed = unescape("".join(text for outcome, text in shown if outcome == "recomputed"))
     decode = engine.lm.tokenizer.decode
     assert len(recomputed) == sum(len(decode([prompt.ids[position]])) for position in report.selected)
     assert page.count('<section class="missing"') == 1
@@ -54,7 +54,7 @@ def test_characters_of_several_tokens_are_shown_whole(engine: FusionEngine) -> N
     report = engine.prefill(prompt, method=make_method("random", ratio=0.4, base=BLIND)).report
     assert report.selected
     shown = shown_text(explain_html(engine.lm.tokenizer, prompt, report))
-    assert {"reused", "recomputed"} <= {fate for fate, _ in shown}
+    assert {"reused", "recomputed"} <= {outcome for outcome, _ in shown}
     assert unescape("".join(written for _, written in shown)) == engine.lm.tokenizer.decode(prompt.ids)
 
 

@@ -114,9 +114,12 @@ def test_metrics_count_what_reports_say(engine: FusionEngine) -> None:
     assert value("qcfuse_fallbacks_total", method="qcfuse") == 2
     assert value("qcfuse_lookups_total", outcome="hit") == 4
     assert value("qcfuse_lookups_total", outcome="miss") == 2
-    fates = [value("qcfuse_prompt_tokens_total", fate=fate) for fate in ("reused", "recomputed", "new", "prefix")]
-    assert fates[:2] == [sum(r.reused_tokens for r in reports), sum(len(r.selected) for r in reports)]
-    assert sum(count or 0 for count in fates) == sum(report.prompt_tokens for report in reports)
+    outcomes = [
+        value("qcfuse_prompt_tokens_total", outcome=outcome)
+        for outcome in ("reused", "recomputed", "computed", "prefix")
+    ]
+    assert outcomes[:2] == [sum(r.reused_tokens for r in reports), sum(len(r.selected) for r in reports)]
+    assert sum(count or 0 for count in outcomes) == sum(report.prompt_tokens for report in reports)
     assert value("qcfuse_loaded_bytes_total") == sum(report.bytes_loaded for report in reports)
     taken = value("qcfuse_stage_seconds_sum", stage="ttft")
     assert taken == pytest.approx(sum(report.timings.ttft_s for report in reports))

@@ -18,11 +18,12 @@ from qcfuse_rag.generation.teacher_forcing import greedy_answers
 from qcfuse_rag.monitoring.divergence import AnswerDivergence
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.verification.checks import Comparison, VerifyLimits, answer_checks, passage_cases
+from qcfuse_rag.verification.checks import Comparison, VerifyLimits, answer_checks, fit_cases, passage_cases
+from qcfuse_rag.verification.references import ReferenceAnswers
 from qcfuse_rag.verification.sweep import VerifySettings, candidates, verify
 from tests.support import seams
 from tests.support.engines import make_engine
-from tests.support.families import build_model
+from tests.support.families import build_model, build_nested_model
 from tests.support.passages import PASSAGES
 
 REUSE = make_method("reuse", base=FRAMED)
@@ -107,6 +108,14 @@ def test_the_trial_with_less_divergence_is_recommended_and_applied(engine: Fusio
     assert Trial.from_dict(json.loads(json.dumps(calibrated.to_dict()))) == calibrated
     other = replace(OPEN, budget=FixedRatio(0.1))
     assert result.applied(other) is other, "a calibration holds for its own ratio"
+
+
+@pytest.mark.slow
+def test_a_model_with_the_decoder_inside_is_calibrated(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Models that can see have the number of heads in the configuration of their text part alone."""
+    lm = LanguageModel.wrap(build_nested_model(), tokenizer, name="sees")
+    answers = ReferenceAnswers(make_engine(lm, MemoryStore()), OPEN, lambda: None)
+    assert answers.calibrate(fit_cases(PASSAGES, 2), replace(OPEN, budget=FixedRatio(0.3))) is not None
 
 
 @pytest.mark.slow

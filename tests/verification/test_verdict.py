@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, make_method
 from qcfuse_rag.engine.verdict import (
@@ -56,7 +57,7 @@ def kept(llama: LanguageModel, tmp_path: Path) -> Iterator[FusionEngine]:
 
 def test_a_verdict_is_found_again_by_model_method_and_numbers(kept: FusionEngine, tmp_path: Path) -> None:
     saved = verdict(kept, QCFUSE)
-    path = saved.save(tmp_path)
+    path = saved.save(str(tmp_path))
     assert json.loads(path.read_text())["passed"] is True
     assert path.stat().st_mode & 0o077 == 0
     assert find_verdict(kept.lm, kept.store, QCFUSE) == saved
@@ -222,6 +223,22 @@ def test_residuals_that_passed_are_used_at_their_ratio(kept: FusionEngine) -> No
     assert Trial.from_dict(json.loads(json.dumps(moved.to_dict()))) == moved
     failed = verdict(kept, AUTO, trial(0.15, 0.1), replace(trial(0.15, 2.0), residuals=True))
     assert not failed.covers(make_method("auto", ratio=0.15, residuals=True)), "they were tried and failed"
+
+
+def test_a_gpu_takes_from_a_verdict_only_what_it_can_run(
+    kept: FusionEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrated = replace(trial(0.15, 0.1), calibration=Calibration(((0.5,),), "prefix"))
+    verdict(kept, AUTO, trial(0.1, 2.0), replace(trial(0.1, 0.1), residuals=True), trial(0.15, 0.2), calibrated).save(
+        tmp_path
+    )
+    on_a_cpu = find_verdict(kept.lm, kept.store, AUTO)
+    assert on_a_cpu is not None
+    assert on_a_cpu.ratio == 0.1
+    monkeypatch.setattr(LanguageModel, "device", torch.device("cuda"))
+    on_a_gpu = find_verdict(kept.lm, kept.store, AUTO)
+    assert on_a_gpu is not None
+    assert on_a_gpu.applied(AUTO) == make_method("auto", ratio=0.15)
 
 
 def test_a_verdict_on_a_fixed_ratio_chooses_none_for_the_method_without(kept: FusionEngine, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_settings_that_do_not_exist_are_refused() -> None:
 
 
 def test_load_settings_beside_an_engine_are_refused(chat: ChatQCFuse) -> None:
-    with pytest.raises(MisplacedSetting, match="say store where it is made"):
+    with pytest.raises(MisplacedSetting, match="set store when you load it"):
         ChatQCFuse.from_engine(chat.engine, store="kv")
 
 

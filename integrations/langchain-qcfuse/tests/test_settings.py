@@ -53,7 +53,7 @@ def test_configured_copies_share_the_model_and_the_store(folder: str, loaded: li
         message = changed.invoke("Who?", documents=DOCUMENTS, config={"configurable": {"t": temperature}})
         assert message.response_metadata["fusion"]["reused_tokens"] > 0
     assert loaded == [folder]
-    with pytest.raises(MisplacedSetting, match="method changed after the engine was there"):
+    with pytest.raises(MisplacedSetting, match="method changed after the engine was loaded"):
         changed.invoke("Who?", config={"configurable": {"m": "full"}})
     chat.close()
 
@@ -68,7 +68,7 @@ def test_a_copy_with_another_method_loads_its_own_engine_or_raises(folder: str) 
     assert other.engine is not chat.engine
     for late in (chat.model_copy(update={"ratio": 0.1}), ChatQCFuse.from_engine(chat.engine)):
         late.base = "framed"
-        with pytest.raises(MisplacedSetting, match="changed after the engine was there"):
+        with pytest.raises(MisplacedSetting, match="changed after the engine was loaded"):
             late.invoke("Who?")
     assert chat.invoke("Who?").content
 

@@ -202,7 +202,7 @@ def test_serialised_settings_restore_the_same_llm() -> None:
 
 
 def test_load_settings_beside_an_engine_are_refused(llm: QCFuseLLM) -> None:
-    with pytest.raises(MisplacedSetting, match="say model, method, ratio where it is made"):
+    with pytest.raises(MisplacedSetting, match="set model, method, ratio when you load it"):
         QCFuseLLM.from_engine(llm.engine, ratio=0.1, method="qcfuse", model="another")
     assert QCFuseLLM.from_engine(llm.engine, method=None).engine is llm.engine
 

@@ -43,7 +43,7 @@ def test_a_copy_with_another_method_loads_its_own_engine_or_raises(lm: LanguageM
     assert llm.model_copy(update={"temperature": 0.5}).engine is llm.engine
     for late in (llm.model_copy(update={"ratio": 0.1}), QCFuseLLM.from_engine(llm.engine)):
         late.base = "framed"
-        with pytest.raises(MisplacedSetting, match="changed after the engine was there"):
+        with pytest.raises(MisplacedSetting, match="changed after the engine was loaded"):
             late.complete("Who?")
 
 

@@ -27,9 +27,9 @@ from qcfuse_rag.fusion.guard import IN_FULL
 from qcfuse_rag.ingestion.enrichment import NEIGHBOURS
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.store.backends.disk import DiskStore
-from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.store.entry.encryption import environment_cipher
-from qcfuse_rag.verification.checks import UNLIMITED, ruler_examples
+from qcfuse_rag.verification.checks import ruler_examples
 from qcfuse_rag.verification.ruler import TASKS
 from qcfuse_rag.verification.samples import Example
 

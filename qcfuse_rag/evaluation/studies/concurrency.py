@@ -13,8 +13,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model
 from qcfuse_rag.generation.sampling import SamplingParams
-from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.checks import UNLIMITED
+from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 
 TICK_S = 0.005
 QUESTION = "What is this about?"

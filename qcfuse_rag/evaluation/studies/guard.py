@@ -18,8 +18,7 @@ from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, lo
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.checks import UNLIMITED
+from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 
 BYTES_PER_S = 50e6
 QUESTION = "Which ship is the larger one?"

@@ -31,8 +31,7 @@ from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template_variables import template_variables
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.checks import UNLIMITED
+from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.verification.samples import Example
 
 METHODS = "reuse[base=blind],auto"

@@ -22,8 +22,7 @@ from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk import DiskStore
-from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.checks import UNLIMITED
+from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 
 RATIOS = (0.05, 0.2)
 

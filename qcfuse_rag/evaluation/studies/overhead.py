@@ -25,8 +25,7 @@ from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.checks import UNLIMITED
+from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 
 KINDS: tuple[tuple[str, ModuleType, Callable[..., Any]], ...] = (
     ("attention", functional, functional.scaled_dot_product_attention),

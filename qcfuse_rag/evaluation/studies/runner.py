@@ -25,10 +25,9 @@ from qcfuse_rag.evaluation.questions import read_dataset
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.prefill_base import Base
-from qcfuse_rag.verification.checks import UNLIMITED
 from qcfuse_rag.verification.samples import Example, Sample
 
 T = TypeVar("T")

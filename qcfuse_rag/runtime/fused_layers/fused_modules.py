@@ -1,4 +1,4 @@
-"""A view of a model whose norms, rotations, gates and products of a few rows are a kernel each, for recorded passes.
+"""A view of a model whose norms, rotations, gates and products of a few rows are a kernel each.
 
 The model stays as it is; the view shares its weights (`decoder_view`). A fused module replaces a module of the model
 only if both return the same for random numbers. Every other module stays.

@@ -144,7 +144,7 @@ class DecodeRunner:
     def _record_step(self, requests: int, recorder: Recorder) -> StepGraph:
         lm = self._lm
         inputs = torch.zeros(2, requests, dtype=torch.int64, device=lm.device)
-        unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
+        unread = lm.empty_buffer(1)
         table = RebindableKVTable(unread, lm.shapes, requests, lm.window.tokens)
         plan = TablePlan(inputs[1][:, None], table.table, lm.sliding)
         logits, replay = recorder.record(lambda: forward_plan(self.model, inputs[0], plan))

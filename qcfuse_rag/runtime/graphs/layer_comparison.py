@@ -46,7 +46,7 @@ class SamplePrompt:
         """Prefill a prompt of some length."""
         vocabulary = lm.model.get_input_embeddings().num_embeddings
         ids = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).to(lm.device)
-        buffer = KVBuffer.allocate(lm.shapes, length, dtype=lm.dtype, device=lm.device)
+        buffer = lm.empty_buffer(length)
         forward_rows(lm, ids, RowsPlan.between(0, length, lm.device, lm.sliding), buffer)
         return cls(ids, buffer)
 

@@ -124,7 +124,7 @@ class PrefillRunner:
         """Record and check a model; return graphs by number of rows, and reasons for the numbers without graphs."""
         lm = self._lm
         graphs: dict[int, LayerGraphs] = {}
-        unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
+        unread = lm.empty_buffer(1)
         request = RebindableKVTable(unread, lm.shapes, 1, lm.window.tokens)
         views = ViewCache(model, model.get_decoder(), lm.n_layers)
         memory: dict[object, Tensor] = {}

@@ -1,5 +1,5 @@
 """Triton kernels of the fused pass.
 
-Each file holds a kernel, its launcher and the plain torch code it is tested against.
+Each kernel has a launcher, and plain torch code that it is tested against, here or in `runtime`.
 `support` decides whether a device uses them.
 """

@@ -173,7 +173,7 @@ def context_scores(
 ) -> Tensor:
     """Return the attention that each key gets, pooled over rows and heads.
 
-    The reference is `runtime.attention.scores.attention_weights`.
+    The reference is `runtime.reference_attention.plain_attention_weights`.
 
     Args:
         query: `[1, Hq, R, D]`, rotated.

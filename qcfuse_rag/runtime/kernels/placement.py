@@ -18,7 +18,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qcfuse_rag.models.rope import AngleTables, LayerRope, angles, angles_from, rotate
+from qcfuse_rag.models.rope import AngleTables, LayerRope, angles_from
 from qcfuse_rag.runtime.kernels.launch import block_dim, on_device, triton_type
 from qcfuse_rag.store.blocks import BlockForm
 from qcfuse_rag.store.quantization import dequantize
@@ -256,8 +256,6 @@ def place_blocks_reference(blocks: Sequence[PlacementBlock]) -> None:
         dequantized = block.stored if block.scale is None else dequantize(block.stored, block.scale, block.into.dtype)
         tokens = dequantized.transpose(0, 1)
         stop = block.start + tokens.shape[1]
-        if block.rope is not None and block.rope.inv_freq is not None:
-            positions = torch.arange(block.start, stop, device=tokens.device)
-            table = angles(block.rope.inv_freq.to(tokens.device), positions)
-            tokens = rotate(tokens, *table, interleaved=block.rope.interleaved)
+        if block.rope is not None:
+            tokens = block.rope.rotated(tokens, torch.arange(block.start, stop, device=tokens.device))
         block.into[0, :, block.start : stop] = tokens

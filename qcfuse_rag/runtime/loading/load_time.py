@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from qcfuse_rag.errors import CorruptEntry, QCFuseError
-from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import timed
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferOpener
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
@@ -106,7 +105,7 @@ def _load_once(
     """
     ends = list(accumulate(chunk.n_tokens for chunk in chunks))
     starts = [0, *ends[:-1]]
-    buffer = KVBuffer.allocate(lm.shapes, ends[-1], dtype=lm.dtype, device=lm.device)
+    buffer = lm.empty_buffer(ends[-1])
     near = [*chunks]
 
     def copy_near() -> None:

@@ -3,7 +3,7 @@
 import { count, element, seconds } from "./elements.js";
 
 /** The parts of a prompt by how they were computed, with their numbers of tokens in a report. */
-const FATES = [
+const PARTS = [
   ["prefix", "from earlier requests", (report) => report.prefix_tokens],
   ["stored", "from the store", (report) => report.reused_tokens - report.prefix_tokens],
   ["recomputed", "recomputed", (report) => report.selected.length],
@@ -12,11 +12,11 @@ const FATES = [
 
 /** Fill a bar with the parts of a prompt, and a line with their numbers. */
 export function showReport(bar, counts, report) {
-  const parts = FATES.map(([fate, words, tokens]) => ({ fate, words, tokens: Math.max(0, tokens(report)) }));
+  const parts = PARTS.map(([outcome, words, tokens]) => ({ outcome, words, tokens: Math.max(0, tokens(report)) }));
   const listed = parts.filter((part) => part.tokens > 0);
   bar.replaceChildren(
     ...listed.map((part) => {
-      const stretch = element("span", { class: part.fate });
+      const stretch = element("span", { class: part.outcome });
       stretch.style.flexGrow = part.tokens;
       return stretch;
     }),
@@ -27,7 +27,7 @@ export function showReport(bar, counts, report) {
   bar.hidden = false;
   counts.replaceChildren(`${count(report.prompt_tokens, "token")}: `);
   listed.forEach((part, index) => {
-    const swatch = element("span", { class: `swatch ${part.fate}`, "aria-hidden": "true" });
+    const swatch = element("span", { class: `swatch ${part.outcome}`, "aria-hidden": "true" });
     counts.append(...(index ? [", "] : []), element("span", {}, swatch, ` ${count(part.tokens)} ${part.words}`));
   });
   counts.append(".");
@@ -58,7 +58,7 @@ function legend(explanation) {
   return element(
     "ul",
     { class: "plain legend" },
-    ...entries.map(([fate, name, meaning]) => element("li", {}, element("span", { class: fate }, name), `: ${meaning}`)),
+    ...entries.map(([outcome, name, meaning]) => element("li", {}, element("span", { class: outcome }, name), `: ${meaning}`)),
   );
 }
 
@@ -73,14 +73,14 @@ function sectionOf(section, score) {
     shown.append(element("p", { class: "muted" }, `${score}, share of this passage: `, meter, ` ${percent}`));
   }
   const text = element("div", { class: "text", tabindex: "0", role: "group", "aria-label": section.heading });
-  text.append(...section.pieces.map(([fate, words]) => piece(fate, words)));
+  text.append(...section.pieces.map(([outcome, words]) => piece(outcome, words)));
   shown.append(text);
   if (section.stretches.length) shown.append(...stretchesOf(section, score));
   return shown;
 }
 
-function piece(fate, words) {
-  return element(fate === "recomputed" ? "mark" : "span", { class: fate }, words);
+function piece(outcome, words) {
+  return element(outcome === "recomputed" ? "mark" : "span", { class: outcome }, words);
 }
 
 function stretchesOf(section, score) {

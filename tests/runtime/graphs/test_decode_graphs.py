@@ -46,7 +46,7 @@ def model_of(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 2) -
 
 
 def random_buffers(lm: LanguageModel, capacities: list[int]) -> list[KVBuffer]:
-    buffers = [KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device) for capacity in capacities]
+    buffers = [lm.empty_buffer(capacity) for capacity in capacities]
     for buffer in buffers:
         for tensor in (*buffer.keys, *buffer.values):
             tensor.normal_()

@@ -59,7 +59,7 @@ def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
 
 def two_buffers(lm: LanguageModel, capacity: int) -> tuple[KVBuffer, KVBuffer]:
     """Two buffers with the same random keys and values."""
-    first, second = (KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device) for _ in range(2))
+    first, second = (lm.empty_buffer(capacity) for _ in range(2))
     for tensor, copied in zip((*first.keys, *first.values), (*second.keys, *second.values), strict=True):
         copied.copy_(tensor.normal_())
     return first, second
@@ -172,7 +172,7 @@ def test_each_layer_waits_for_its_stored_data(tokenizer: PreTrainedTokenizerFast
     passes = PrefillRunner(lm, recorder)
     passes.compile(rows=(4,))
     launch_buffer, stored = two_buffers(lm, 30)
-    replay_buffer = KVBuffer.allocate(lm.shapes, 30, dtype=lm.dtype, device=lm.device)
+    replay_buffer = lm.empty_buffer(30)
     for tensor in (*replay_buffer.keys, *replay_buffer.values):
         tensor.fill_(torch.nan)
     before, arrived = recorder.replayed, []
