@@ -16,6 +16,10 @@ from qcfuse_rag.cli.options import MethodOptions, ModelOptions, Tenant
 class VerifyOptions(MethodOptions):
     """Options of `qcfuse verify`."""
 
+    ratio: Annotated[
+        float | None,
+        Option(help="Only share of reused tokens to try, 0 to 1; by default from 0.05 to the first that passes."),
+    ] = None
     store: Annotated[
         Path | None,
         Option(help="Folder of a library, whose passages are used, or of a store; the verdict is saved in it."),

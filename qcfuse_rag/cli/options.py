@@ -65,7 +65,7 @@ class ModelOptions:
         str | None,
         Option(
             help="Hugging Face id, folder or GGUF file of the model; "
-            "by default the library's own model, else SmolLM2-135M."
+            "by default that of the library, if there is one, else SmolLM2-135M."
         ),
     ] = None
     device: Device = None

@@ -26,7 +26,7 @@ from qcfuse_rag.cli.library.folder import (
     has_secret,
     index_folder,
     open_library_store,
-    require_library,
+    refuse_store,
 )
 from qcfuse_rag.cli.library.job_lock import job_lock
 from qcfuse_rag.cli.library.job_record import JobRecord
@@ -49,7 +49,7 @@ MAX_PRINTED_REASONS = 20  # maximum number of lines printed for input that was n
 
 def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> None:
     """Print the bytes and seconds that warming would take, without storing anything."""
-    require_library(library)
+    refuse_store(library)
     check_paths(options, library)
     if options.numbers is not None:
         check_numbers(options.numbers)
@@ -90,7 +90,7 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
 
 def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; a repeated job skips caches that are already stored."""
-    require_library(library)
+    refuse_store(library)
     check_paths(options, library, allow_empty=options.allow_empty)
     settings = LibrarySettings.load(library)
     options = settings.applied_to(options)

@@ -113,7 +113,7 @@ class FusionEngine:
             dtype: such as `bfloat16`; by default the checkpoint's own on a GPU, and on a CPU the faster of float32 and
                 bfloat16, see `models.cpu_dtype`.
             weights: `model` (in the dtype), `float16` or `int8` (on CPUs), or `auto`; see
-                `models.load.load_pretrained`.
+                `models.load.load_model`.
             check: compare the engine with the model's own code on a few tokens before it is trusted. A comparison that
                 has passed is kept, see `engine.kept_check`; `qcfuse models check` always compares.
             profile: a file from `qcfuse profile` that says which layers are critical. By default the `profile.json` in

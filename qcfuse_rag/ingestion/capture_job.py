@@ -22,7 +22,7 @@ from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.provenance import Context
 from qcfuse_rag.store.quantization import check_rank
-from qcfuse_rag.store.variant_slots import TURN, Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
+from qcfuse_rag.store.variant_slots import TURN, Slot, SlotKind, filled_slots, slot_key, slot_to_write, worth_by_use
 
 
 class _NotKept(Exception):
@@ -79,12 +79,12 @@ class CaptureJob:
         rank: int = 32,
         ledger: ProvenanceLedger | None = None,
     ) -> None:
-        if not keep or not set(keep) <= set(get_args(Kind)):
-            raise ValueError(f"cannot keep {', '.join(keep) or 'nothing'}; there are {', '.join(get_args(Kind))}")
+        if not keep or not set(keep) <= set(get_args(SlotKind)):
+            raise ValueError(f"cannot keep {', '.join(keep) or 'nothing'}; there are {', '.join(get_args(SlotKind))}")
         if slots < 1:
             raise ValueError(f"a passage needs a slot, got {slots}")
         self._target, self._slots = target, slots
-        self._kinds: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind in keep)
+        self._kinds: tuple[SlotKind, ...] = tuple(kind for kind in get_args(SlotKind) if kind in keep)
         self._rank = check_rank(rank)
         self._ledger = ledger
         self._uses: dict[str, float] | None = None
@@ -122,7 +122,7 @@ class CaptureJob:
         self._target.store.flush()
         return CaptureSummary(count, captured, present, tokens, size, time.perf_counter() - started, tuple(failed))
 
-    def _missing(self, chunks: Sequence[Ids]) -> list[tuple[int, Kind]]:
+    def _missing(self, chunks: Sequence[Ids]) -> list[tuple[int, SlotKind]]:
         """Return the index and kind of each entry that is not stored yet for this order of chunks."""
         hashes = tuple(hash_ids(ids) for ids in chunks)
         return [
@@ -132,15 +132,15 @@ class CaptureJob:
             if not any(self._is_same(slot, kind, hashes[:index]) for slot in self._filled(kind, chunks[index]))
         ]
 
-    def _is_same(self, slot: Slot, kind: Kind, context: Context) -> bool:
+    def _is_same(self, slot: Slot, kind: SlotKind, context: Context) -> bool:
         """Return whether a slot holds what a capture in this context would write."""
         return slot.context == context and (kind != "patch" or slot.chunk.numbers == self._rank)
 
-    def _filled(self, kind: Kind, ids: Ids) -> list[Slot]:
+    def _filled(self, kind: SlotKind, ids: Ids) -> list[Slot]:
         target = self._target
         return filled_slots(target.store, kind, self._slots, target.lm.fingerprint, target.prefix_ids, ids)
 
-    def _put(self, kind: Kind, origins: Sequence[Ids], chunk: ChunkKV, saved_ms: float) -> None:
+    def _put(self, kind: SlotKind, origins: Sequence[Ids], chunk: ChunkKV, saved_ms: float) -> None:
         """Write a capture of the last origin into one of its slots."""
         ids, target = origins[-1], self._target
         filled = self._filled(kind, ids)
@@ -175,7 +175,7 @@ class CaptureJob:
             self._uses = {entry.address: entry.uses or 0.0 for entry in self._target.store.entries()}
         return self._uses.get(self._target.store.address(slot.key), 0.0)
 
-    def _difference(self, kind: Kind, ids: Ids, capture: ChunkKV) -> ChunkKV:
+    def _difference(self, kind: SlotKind, ids: Ids, capture: ChunkKV) -> ChunkKV:
         difference = difference_of(capture, self._framed(ids))
         return to_format(difference, self._rank) if kind == "patch" else difference
 

@@ -48,33 +48,9 @@ _LOAD_LOCK = threading.Lock()
 """transformers changes methods of its classes while it loads; two threads at once could leave them changed."""
 
 
-def load_pretrained(
-    name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "model"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load weights for inference.
-
-    Args:
-        name: a folder with a saved model, a `.gguf` file, or a Hugging Face id.
-        device: such as `cpu` or `cuda:0`; None is a GPU if there is one.
-        dtype: such as `bfloat16`; None is the checkpoint's own on a GPU, and float32 on a CPU, or bfloat16 if that is
-            measured to be faster with weights in the dtype; see `models.cpu_dtype`.
-        weights: `model` keeps the weights in the dtype; `float16` and `int8` round them, on CPUs; `auto` is float16 on
-            a CPU that can, if the model allows, unless bfloat16 is faster there.
-
-    Raises:
-        ModelNotFound: if the model cannot be read or fetched completely.
-        UnsupportedModel: if the tokenizer has no fast (Rust) version, or the model is an adapter alone, is no text
-            decoder, or brings its own code, which is never run.
-        QCFuseError: if the device does not exist, or does not compute with such weights.
-        ValueError: if there is no such dtype or format of weights.
-    """
-    loaded = load_model(name, device=device, dtype=dtype, weights=weights)
-    return loaded.model, loaded.tokenizer
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model as `load_pretrained` returns it, and the state of the files its weights were read from.
+    """A model as `load_model` returns it, and the state of the files its weights were read from.
 
     Attributes:
         model: the model.
@@ -91,7 +67,7 @@ class LoadedModel:
     def hash_weights(self, model: PreTrainedModel) -> str:
         """Return the hash of the weights, which must be as loaded; from an earlier start if it is kept for the files.
 
-        Of weights that are quantised while they are loaded, the hash is not kept: others do that.
+        The hash is not kept if transformers quantises the weights while it loads them.
         """
         if getattr(model, "hf_quantizer", None) is not None:
             return hash_weights(model)
@@ -110,7 +86,23 @@ class LoadedModel:
 def load_model(
     name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "model"
 ) -> LoadedModel:
-    """Load a model as `load_pretrained` does, by the same arguments."""
+    """Load weights for inference.
+
+    Args:
+        name: a folder with a saved model, a `.gguf` file, or a Hugging Face id.
+        device: such as `cpu` or `cuda:0`; None is a GPU if there is one.
+        dtype: such as `bfloat16`; None is the checkpoint's own on a GPU, and float32 on a CPU, or bfloat16 if that is
+            measured to be faster with weights in the dtype; see `models.cpu_dtype`.
+        weights: `model` keeps the weights in the dtype; `float16` and `int8` round them, on CPUs; `auto` is float16 on
+            a CPU that can, if the model allows, unless bfloat16 is faster there.
+
+    Raises:
+        ModelNotFound: if the model cannot be read or fetched completely.
+        UnsupportedModel: if the tokenizer has no fast (Rust) version, or the model is an adapter alone, is no text
+            decoder, or brings its own code, which is never run.
+        QCFuseError: if the device does not exist, or does not compute with such weights.
+        ValueError: if there is no such dtype or format of weights.
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(device)
     asked_dtype = _parse_dtype(dtype) if dtype else None

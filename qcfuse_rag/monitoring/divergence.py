@@ -44,6 +44,15 @@ class AnswerDivergence:
         """
         return all(self.agrees)
 
+    def summary(self) -> dict[str, float]:
+        """Return the mean divergence as `answer_kl`, `first_kl`, `top1`, and `identical` as 0 or 1."""
+        return {
+            "answer_kl": self.mean_kl,
+            "first_kl": self.first_kl,
+            "top1": self.top1,
+            "identical": float(self.identical),
+        }
+
 
 def divergence(oracle: Tensor, other: Tensor) -> float:
     """Return the Kullback-Leibler divergence KL(oracle || other) of two `[vocabulary]` logits, in nats."""

@@ -26,7 +26,7 @@ from qcfuse_rag.runtime.residuals import ResidualSpread
 from qcfuse_rag.runtime.rows import PlannedLayer, ReaderBias, RowsPlan
 
 SPARE_BYTES = 1 << 30
-ALIGNMENT = 64
+POOL_ALIGNMENT = 64
 """Bytes that pooled memory is aligned to, for vector instructions."""
 STEPS_PER_DOUBLING = 8
 """Block sizes between a size and twice that size: requests of nearly the same length share one block size."""
@@ -177,9 +177,9 @@ class BufferPool:
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return `[nbytes]` uint8 with undefined content."""
-        needed = nbytes + ALIGNMENT
+        needed = nbytes + POOL_ALIGNMENT
         block = self._reuse_block(needed) or PoolBlock(np.empty(_block_size(needed), np.uint8))
-        first = -block.memory.ctypes.data % ALIGNMENT
+        first = -block.memory.ctypes.data % POOL_ALIGNMENT
         lease = block.memory[first : first + nbytes]  # a new object, which lives as long as a tensor uses the memory
         weakref.finalize(lease, self._return_block, block).atexit = False
         return torch.from_numpy(lease)
@@ -218,5 +218,5 @@ def _empty_in_block(size: tuple[int, ...], dtype: torch.dtype, device: torch.dev
 
 def _block_size(nbytes: int) -> int:
     """Round a size up to the next block size."""
-    step = max(ALIGNMENT, (1 << (nbytes.bit_length() - 1)) // STEPS_PER_DOUBLING)
+    step = max(POOL_ALIGNMENT, (1 << (nbytes.bit_length() - 1)) // STEPS_PER_DOUBLING)
     return -(-nbytes // step) * step

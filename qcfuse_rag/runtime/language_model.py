@@ -96,7 +96,7 @@ class LanguageModel:
     def load(
         cls, name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "model"
     ) -> LanguageModel:
-        """Load a model by id, folder or GGUF file; see `load_pretrained` for arguments and errors."""
+        """Load a model by id, folder or GGUF file; see `load_model` for arguments and errors."""
         loaded = load_model(name, device=device, dtype=dtype, weights=weights)
         return cls.wrap(loaded.model, loaded.tokenizer, name=name, weights_hash=loaded.hash_weights)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 KINDS = ("key", "value")
-ALIGNMENT = 256
+SLAB_ALIGNMENT = 256
 """Bytes; kernels and every dtype can read a block at such an offset."""
 
 
@@ -146,7 +146,7 @@ class SlabBlocks(TensorBlocks):
 
 def aligned_size(block: Tensor) -> int:
     """Return the bytes of a block, rounded up so that the next one is aligned."""
-    return -(-block.nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-block.nbytes // SLAB_ALIGNMENT) * SLAB_ALIGNMENT
 
 
 def _layout(tensors: Mapping[str, Tensor], n_layers: int, starts: Mapping[str, int], stop: int) -> SlabLayout | None:

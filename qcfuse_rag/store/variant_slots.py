@@ -19,7 +19,7 @@ from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import Base
 from qcfuse_rag.store.provenance import Context
 
-Kind = Literal["variant", "difference", "patch"]
+SlotKind = Literal["variant", "difference", "patch"]
 
 TURN = "turn"
 """Fact of a captured chunk: how many of its kind were captured of the same text before it."""
@@ -50,7 +50,7 @@ class Slot:
 
 
 def slot_key(
-    kind: Kind, number: int, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]
+    kind: SlotKind, number: int, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]
 ) -> ChunkKey:
     """Return the key of a chunk's slot.
 
@@ -65,7 +65,12 @@ def slot_key(
 
 
 def filled_slots(
-    store: KVStore, kind: Kind, slots: int, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]
+    store: KVStore,
+    kind: SlotKind,
+    slots: int,
+    fingerprint: Fingerprint,
+    prefix_ids: tuple[int, ...],
+    ids: tuple[int, ...],
 ) -> list[Slot]:
     """Return the slots of a chunk that have an entry, by number; this does not count as a use.
 

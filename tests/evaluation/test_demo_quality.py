@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from qcfuse_rag import make_method
 from qcfuse_rag.evaluation.studies import demo_quality as study
-from qcfuse_rag.evaluation.studies.runner import FULL, to_command
+from qcfuse_rag.evaluation.studies.runner import FULL_PREFILL, to_command
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.verification.samples import Sample
 from tests.support.passages import PASSAGES, QUESTION
@@ -22,7 +22,7 @@ def test_answers_are_compared_along_full_prefills(
 ) -> None:
     sample = Sample(QUESTION, tuple(PASSAGES), ("the council",))
     monkeypatch.setattr(study, "demo_questions", lambda top_k: [sample])
-    monkeypatch.setattr(study, "METHODS", [FULL, make_method("reuse", base=FRAMED)])
+    monkeypatch.setattr(study, "METHODS", [FULL_PREFILL, make_method("reuse", base=FRAMED)])
     app = typer.Typer()
     app.command()(to_command(study.demo_quality))
     out = tmp_path / "result.json"

@@ -40,9 +40,9 @@ def test_everything_recomputed_is_full_prefill_and_less_is_not(
     assert list(figures) == ["0.1", "0.1 calibrated", "1", "1 calibrated"]
     assert all(len(values) == 2 for rung in figures.values() for values in rung.values())
     for rung in ("1", "1 calibrated"):
-        assert max(figures[rung]["kl"]) < 1e-6
+        assert max(figures[rung]["answer_kl"]) < 1e-6
         assert figures[rung]["identical"] == [1.0, 1.0]
         assert figures[rung]["f1"] == figures[rung]["full_f1"]
-    assert min(figures["0.1"]["kl"]) > 1e-6
-    assert figures["0.1"]["kl"] != figures["0.1 calibrated"]["kl"]
+    assert min(figures["0.1"]["answer_kl"]) > 1e-6
+    assert figures["0.1"]["answer_kl"] != figures["0.1 calibrated"]["answer_kl"]
     assert plot.stat().st_size > 1000

@@ -41,11 +41,11 @@ def test_each_primer_has_its_own_answers(model_folder: str, tmp_path: Path) -> N
     assert all(len(values) == 2 for primer in figures.values() for values in primer.values())
     lengths = [figures[name]["tokens"][0] for name in NAMES[: len(LENGTHS)]]
     assert lengths == sorted(lengths)
-    assert len({tuple(primer["kl"]) for primer in figures.values()}) >= len(set(lengths))
+    assert len({tuple(primer["answer_kl"]) for primer in figures.values()}) >= len(set(lengths))
 
 
 @pytest.mark.slow
 def test_no_primer_matters_where_everything_is_recomputed(model_folder: str, tmp_path: Path) -> None:
     figures = figures_of(model_folder, tmp_path, "1")
-    assert max(kl for primer in figures.values() for kl in primer["kl"]) < 1e-6
+    assert max(kl for primer in figures.values() for kl in primer["answer_kl"]) < 1e-6
     assert all(primer["identical"] == [1.0, 1.0] for primer in figures.values())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
-from qcfuse_rag.models.load import load_pretrained, load_tokenizer
+from qcfuse_rag.models.load import load_model, load_tokenizer
 
 
 class Command:
@@ -45,7 +45,7 @@ def test_broken_weights_are_one_error(folder: Path, kind: str, name: str) -> Non
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(BROKEN_WEIGHTS[kind])
     with pytest.raises(ModelNotFound) as caught:
-        load_pretrained(str(folder), device="cpu")
+        load_model(str(folder), device="cpu")
     assert "weights_only" not in str(caught.value), "nobody is told to run what the file asks for"
     assert not Path("never").exists()
 
@@ -57,7 +57,7 @@ def test_broken_descriptions_are_one_error(folder: Path, name: str) -> None:
         (folder / name).write_bytes(content)
         try:
             load_tokenizer(str(folder))
-            load_pretrained(str(folder), device="cpu")
+            load_model(str(folder), device="cpu")
         except QCFuseError as error:
             messages.append(str(error))
     assert messages
@@ -78,7 +78,7 @@ def test_wrong_fields_of_a_configuration_are_one_error(folder: Path, value: obje
     ):
         path.write_text(json.dumps({**config, field: value}))
         try:
-            load_pretrained(str(folder), device="cpu")
+            load_model(str(folder), device="cpu")
         except QCFuseError as error:
             messages.append(str(error))
     assert all(messages)
@@ -89,7 +89,7 @@ def test_broken_gguf_files_are_one_error(tmp_path: Path, content: bytes) -> None
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(ModelNotFound):
-        load_pretrained(str(path), device="cpu")
+        load_model(str(path), device="cpu")
 
 
 @pytest.mark.parametrize("count", [10**7, 10**12, 1e300])
@@ -99,4 +99,4 @@ def test_a_model_that_would_be_built_for_hours_is_refused_at_once(folder: Path, 
     changed = {"num_hidden_layers": count} if field == "text_config" else count
     path.write_text(json.dumps({**json.loads(path.read_text()), field: changed}))
     with pytest.raises(UnsupportedModel, match=r"asks for .* by .*; at most 10,000 are built"):
-        load_pretrained(str(folder), device="cpu")
+        load_model(str(folder), device="cpu")

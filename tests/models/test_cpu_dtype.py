@@ -11,7 +11,7 @@ from huggingface_hub import cached_assets_path
 
 from qcfuse_rag.models import cpu_dtype, kept_result
 from qcfuse_rag.models.cpu_dtype import SWITCH, WORTH, answer_seconds, chosen_cpu_dtype, multiplies_bfloat16
-from qcfuse_rag.models.load import load_pretrained
+from qcfuse_rag.models.load import load_model
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 Seconds = dict[torch.dtype, float]
@@ -111,11 +111,12 @@ def test_a_model_is_loaded_in_the_faster_dtype_and_its_caches_are_its_own(
     model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give(monkeypatch, instructions=True, seconds=FAST)
-    model, own = load_pretrained(model_folder, device="cpu")
+    loaded = load_model(model_folder, device="cpu")
+    model = loaded.model
     assert model.dtype == torch.bfloat16
-    named, _ = load_pretrained(model_folder, device="cpu", dtype="float32")
+    named = load_model(model_folder, device="cpu", dtype="float32").model
     assert named.dtype == torch.float32
-    rounded, _ = load_pretrained(model_folder, device="cpu", weights="int8")
+    rounded = load_model(model_folder, device="cpu", weights="int8").model
     assert rounded.dtype == torch.float32, "the products of int8 weights are in float32"
-    faster, plain = (LanguageModel.wrap(each, own).fingerprint for each in (model, named))
+    faster, plain = (LanguageModel.wrap(each, loaded.tokenizer).fingerprint for each in (model, named))
     assert "dtype" in faster.differences(plain.fields())

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from qcfuse_rag.errors import ModelNotFound
 from qcfuse_rag.models import gguf_cache, kept_hash, kept_result, load
 from qcfuse_rag.models.gguf_cache import CACHED_GGUF_FUNCTIONS, SWITCH, cached_gguf_header
-from qcfuse_rag.models.load import load_pretrained
+from qcfuse_rag.models.load import load_model
 from qcfuse_rag.models.weights import gguf_tensors
 from qcfuse_rag.models.weights.formats import weight_format
 from qcfuse_rag.models.weights.packed_checkpoint import TENSORS_FILE
@@ -97,7 +97,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_model_and_its_tokenizer_come_out_of_one_reading(
     file: Path, model: Qwen2ForCausalLM, read: list[str]
 ) -> None:
-    loaded, tokenizer = load_pretrained(str(file), device="cpu")
+    loaded, tokenizer = load_model(str(file), device="cpu")
     assert read == [str(file)]
     ids = torch.tensor([tokenizer(QUESTION).input_ids]) % model.config.vocab_size
     with torch.inference_mode():
@@ -105,7 +105,7 @@ def test_a_model_and_its_tokenizer_come_out_of_one_reading(
 
 
 def test_it_is_what_transformers_loads_alone(file: Path, read: list[str]) -> None:
-    loaded, tokenizer = load_pretrained(str(file), device="cpu")
+    loaded, tokenizer = load_model(str(file), device="cpu")
     source, options = str(file.parent), {"gguf_file": file.name}
     expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
     assert len(read) > 2, "transformers reads it once by itself: this module may go"
@@ -119,7 +119,7 @@ def test_it_is_what_transformers_loads_alone(file: Path, read: list[str]) -> Non
 def test_nothing_is_remembered_afterwards(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF, but no more than that")
     with pytest.raises(ModelNotFound, match=r"broken\.gguf"):
-        load_pretrained(str(tmp_path / "broken.gguf"), device="cpu")
+        load_model(str(tmp_path / "broken.gguf"), device="cpu")
     assert {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS} == OWN
     with cached_gguf_header():
         assert gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2) is gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
@@ -167,14 +167,14 @@ def test_a_changed_conversion_is_hashed_again(file: Path, assets: Path) -> None:
 
 def test_each_dtype_has_its_own_conversion(file: Path, assets: Path, read: list[str]) -> None:
     for dtype in ("float32", "bfloat16", "float32", "bfloat16"):
-        loaded, _ = load_pretrained(str(file), device="cpu", dtype=dtype)
+        loaded = load_model(str(file), device="cpu", dtype=dtype).model
         assert loaded.dtype == getattr(torch, dtype)
     assert len(read) == len(list(assets.iterdir())) == 2
 
 
 def test_int8_is_kept_in_int8_and_is_never_taken_for_another_format(file: Path, assets: Path, read: list[str]) -> None:
     for weights in ("int8", "model", "int8", "model"):
-        loaded, _ = load_pretrained(str(file), device="cpu", weights=weights)
+        loaded = load_model(str(file), device="cpu", weights=weights).model
         assert weight_format(loaded) == weights
     assert len(read) == len(list(assets.iterdir())) == 2
     sizes = [sum(path.stat().st_size for path in folder.glob("*.safetensors")) for folder in assets.iterdir()]
@@ -188,17 +188,17 @@ def test_memory_is_given_back_at_each_tensor_when_the_header_is_forgotten(
     monkeypatch.setattr(
         gguf_tensors, "return_freed_memory", lambda: headers.append(gguf.GGUFReader.cache_info().currsize)
     )
-    load_pretrained(str(file), device="cpu", weights="int8")
+    load_model(str(file), device="cpu", weights="int8")
     assert headers == [0] * len(list(model.parameters()))
 
 
 def test_a_changed_file_is_another_model_even_with_the_old_times(file: Path, read: list[str]) -> None:
-    before, _ = load_pretrained(str(file), device="cpu")
+    before = load_model(str(file), device="cpu").model
     stat, data = file.stat(), bytearray(file.read_bytes())
     data[-1] ^= 0x40
     file.write_bytes(data)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    after, _ = load_pretrained(str(file), device="cpu")
+    after = load_model(str(file), device="cpu").model
     assert len(read) == 2
     assert any(not weight.equal(after.state_dict()[name]) for name, weight in before.state_dict().items())
 
@@ -257,7 +257,7 @@ def test_a_full_disk_keeps_no_conversion(
 ) -> None:
     monkeypatch.setattr(gguf_cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=gguf_cache.FREE_BYTES))
     for _ in range(2):
-        load_pretrained(str(file), device="cpu")
+        load_model(str(file), device="cpu")
     assert len(read) == 2
     assert [list(folder.iterdir()) for folder in assets.iterdir()] == [[]]
 
@@ -274,7 +274,7 @@ def test_a_conversion_that_cannot_be_written_leaves_the_model_loaded(
 
     monkeypatch.setattr(gguf_cache, "_write", fail)
     for _ in range(2):
-        load_pretrained(str(file), device="cpu")
+        load_model(str(file), device="cpu")
     assert len(read) == 2
     assert [list(folder.iterdir()) for folder in assets.iterdir()] == [[]]
 
@@ -282,7 +282,7 @@ def test_a_conversion_that_cannot_be_written_leaves_the_model_loaded(
 def test_a_file_in_place_of_the_folder_keeps_no_conversion(file: Path, assets: Path, read: list[str]) -> None:
     assets.parent.mkdir(parents=True)
     assets.write_text("not a folder")
-    load_pretrained(str(file), device="cpu")
+    load_model(str(file), device="cpu")
     assert len(read) == 1
 
 
@@ -291,7 +291,7 @@ def test_the_switch_turns_conversions_off(
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
     for _ in range(2):
-        load_pretrained(str(file), device="cpu")
+        load_model(str(file), device="cpu")
     assert len(read) == 2
     assert not assets.exists()
 
@@ -299,7 +299,7 @@ def test_the_switch_turns_conversions_off(
 @pytest.mark.slow
 def test_loads_at_the_same_time_leave_one_conversion(file: Path, assets: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        loaded = list(pool.map(lambda _: load_pretrained(str(file), device="cpu")[0], range(8)))
+        loaded = list(pool.map(lambda _: load_model(str(file), device="cpu")[0], range(8)))
     (folder,) = assets.iterdir()
     assert (folder / "source.json").is_file()
     for model in loaded:

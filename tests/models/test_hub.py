@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from qcfuse_rag.errors import ModelNotFound
 from qcfuse_rag.models import hub
-from qcfuse_rag.models.load import load_pretrained, load_tokenizer
+from qcfuse_rag.models.load import load_model, load_tokenizer
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_a_hub_that_does_not_answer_is_an_error_within_seconds(asked: list[str]) -> None:
-    for load in (load_tokenizer, load_pretrained):
+    for load in (load_tokenizer, load_model):
         with pytest.raises(
             ModelNotFound, match=r"'some/model': https://.* does not answer, and the model is not complete"
         ):

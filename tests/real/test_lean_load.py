@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.models import load
 from qcfuse_rag.models.gguf_cache import SWITCH
-from qcfuse_rag.models.load import load_pretrained
+from qcfuse_rag.models.load import load_model
 from qcfuse_rag.models.weights.formats import LINEARS, HeldFormat, round_weights
 
 pytestmark = pytest.mark.real
@@ -25,10 +25,10 @@ PROGRAM = """
 import json, sys, torch, transformers
 from pathlib import Path
 import gguf, transformers.models.llama.modeling_llama
-from qcfuse_rag.models.load import load_pretrained
+from qcfuse_rag.models.load import load_model
 status = lambda key: next(int(x.split()[1]) for x in Path("/proc/self/status").open() if x.startswith(key))
 before = status("VmRSS")
-model, _ = load_pretrained(sys.argv[1], device="cpu", weights=sys.argv[2])
+model = load_model(sys.argv[1], device="cpu", weights=sys.argv[2]).model
 kb, shared = status("VmHWM") - before, model.lm_head.weight.numel()  # the output has the weights of the embeddings
 whole = 4 * (sum(x.numel() for x in model.state_dict().values()) - shared)
 print(json.dumps({"kb": kb, "whole_kb": whole // 1024}))
@@ -46,7 +46,7 @@ def test_the_numbers_are_those_of_the_model_loaded_as_a_whole(
     weights: HeldFormat, loaded_whole: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
-    model, _ = load_pretrained(default_model(), device="cpu", weights=weights)
+    model = load_model(default_model(), device="cpu", weights=weights).model
     whole = copy.deepcopy(loaded_whole)
     round_weights(whole, weights)
     expected = whole.state_dict()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qcfuse_rag import FusionEngine, make_method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.models.rope import KVShape
-from qcfuse_rag.runtime.buffer import ALIGNMENT, BufferPool, KVBuffer
+from qcfuse_rag.runtime.buffer import POOL_ALIGNMENT, BufferPool, KVBuffer
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
@@ -26,7 +26,7 @@ def test_unused_memory_is_reused() -> None:
     pool = BufferPool()
     first = pool.allocate(MIB)
     address = first.data_ptr()
-    assert address % ALIGNMENT == 0
+    assert address % POOL_ALIGNMENT == 0
     assert len(first) == MIB
     del first
     assert pool.allocate(MIB - 1000).data_ptr() == address
@@ -130,7 +130,7 @@ def test_a_longer_request_takes_the_blocks_of_a_shorter_one_on_a_gpu() -> None:
     assert len({tuple(blocks(tokens)) for tokens in range(8_192, 16_384, 64)}) <= 9
     for tokens in (1, 17, 500, 10_304, 32_769):
         assert all(tensor.is_contiguous() and tensor.shape == (1, 8, tokens, 128) for tensor in tensors(tokens))
-        assert all(size <= 1.125 * 8 * tokens * 128 * 2 + ALIGNMENT for size in blocks(tokens))
+        assert all(size <= 1.125 * 8 * tokens * 128 * 2 + POOL_ALIGNMENT for size in blocks(tokens))
 
 
 @pytest.mark.parametrize("name", ["full", "qcfuse", "prophetkv", "cacheblend"])

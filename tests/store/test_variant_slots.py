@@ -14,7 +14,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import BLIND, ENRICHED, FRAMED
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
-from qcfuse_rag.store.variant_slots import Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
+from qcfuse_rag.store.variant_slots import Slot, SlotKind, filled_slots, slot_key, slot_to_write, worth_by_use
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -30,13 +30,13 @@ def slot(number: int, *neighbours: int, turn: float = 0.0) -> Slot:
     return Slot(number, slot_key("variant", number, FINGERPRINT, PREFIX_IDS, IDS), chunk, context(*neighbours))
 
 
-def filled(engine: FusionEngine, text: str, kind: Kind = "variant", slots: int = 5) -> list[Slot]:
+def filled(engine: FusionEngine, text: str, kind: SlotKind = "variant", slots: int = 5) -> list[Slot]:
     ids = engine.prompts.chunk_ids(text)
     return filled_slots(engine.store, kind, slots, engine.lm.fingerprint, engine.prompts.prefix_ids, ids)
 
 
 def test_the_keys_of_slots_differ_from_each_other_and_from_those_of_the_bases() -> None:
-    kinds: list[Kind] = ["variant", "difference", "patch"]
+    kinds: list[SlotKind] = ["variant", "difference", "patch"]
     keys = [slot_key(kind, number, FINGERPRINT, PREFIX_IDS, IDS) for kind in kinds for number in range(3)]
     keys.append(FRAMED.key(FINGERPRINT, PREFIX_IDS, IDS))
     assert len({key.address for key in keys}) == 10

@@ -103,7 +103,7 @@ def library_of(folder: Path) -> Path:
     return library if folder.resolve().name == KV_FOLDER and text_folders(library) else folder
 
 
-def require_library(folder: Path) -> None:
+def refuse_store(folder: Path) -> None:
     """Refuse a folder that is itself a store, because a store has no passages to search."""
     if not _is_store(folder):
         return

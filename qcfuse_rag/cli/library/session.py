@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.cli.library.folder import index_folder, open_library_store, require_extra, require_library
+from qcfuse_rag.cli.library.folder import index_folder, open_library_store, refuse_store, require_extra
 from qcfuse_rag.cli.library.open_engine import open_engine, print_verdict_note
 from qcfuse_rag.cli.library.settings import LibrarySettings, model_name
 from qcfuse_rag.cli.options import AskOptions
@@ -120,7 +120,7 @@ def open_session(library: Path, options: AskOptions) -> Iterator[LibrarySession]
     with require_extra():
         from qcfuse_rag.retrieval.retriever import Retriever
 
-    require_library(library)
+    refuse_store(library)
     settings = LibrarySettings.load(library)
     options = settings.applied_to(options)
     method = settings.chosen_method(options)

@@ -50,7 +50,7 @@ from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.quantization import LOSSLESS
 
 PREFIX_TOKENS, QUESTION_TOKENS = 32, 32
-FULL = configurations(())[0]
+FULL_CONFIGURATION = configurations(())[0]
 Progress = Callable[[int, int], None]
 
 
@@ -134,7 +134,7 @@ def measure_speed(
             prompt = random_prompt(lm, context, options.chunk, generator)
             fill(lm, [tier.store for tier in tiers], prompt, [chosen.method for chosen in options.methods])
             result["prefill"] += _prefills(runners, tiers, prompt, options)
-            method = (options.methods or (FULL,))[0].method
+            method = (options.methods or (FULL_CONFIGURATION,))[0].method
             prefilled = prefill(runner, prompt, method.unguarded, answer_tokens=STEPS)
             result["decode"] += decode_steps(lm, runner.decodes, prefilled, options.requests)
             del prefilled  # free its buffer before the next one is allocated
@@ -191,7 +191,7 @@ def _prefills(
     sides: list[_Side] = []
     calls: dict[str, Callable[[], Any]] = {"stock": stock_s}
     fused = [(*at, chosen) for at in zip(tiers, runners, strict=True) for chosen in options.methods]
-    for tier, runner, chosen in [(StoreTier("-", LOSSLESS, tiers[0].store), runners[0], FULL), *fused]:
+    for tier, runner, chosen in [(StoreTier("-", LOSSLESS, tiers[0].store), runners[0], FULL_CONFIGURATION), *fused]:
         call = partial(run, runner, chosen.method)
         replayed = runner.prefills.replayed
         sides.append(_Side(tier, chosen, runner, call(), runner.prefills.replayed - replayed))

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from qcfuse_rag.evaluation.quality.run import answer_text
 from qcfuse_rag.evaluation.quality.summary import mean_interval
-from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, demo_questions, load_engine
+from qcfuse_rag.evaluation.studies.runner import FULL_PREFILL, StudyResult, StudyRun, demo_questions, load_engine
 from qcfuse_rag.generation.teacher_forcing import greedy_answer
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
@@ -17,7 +17,7 @@ from qcfuse_rag.verification.answers import compare_greedy_answers
 from qcfuse_rag.verification.checks import string_match
 
 METHODS = [
-    FULL,
+    FULL_PREFILL,
     *(make_method("reuse", base=base) for base in (BLIND, FRAMED)),
     make_method("random", ratio=0.15, base=FRAMED),
     make_method("epic", ratio=0.15, base=FRAMED),
@@ -29,8 +29,8 @@ METHODS = [
 ANSWER_TOKENS = 24
 MEANS = ("same_first_token", "answer_kl", "top1", "identical")
 COLUMNS = {
-    "method": "{method}", "base": "{base}", "ratio": "{ratio:g}", "KL": "{kl:.3f}",
-    "95 %": "{kl_interval[0]:.3f}-{kl_interval[1]:.3f}", "same first token": "{same_first_token:.0%}",
+    "method": "{method}", "base": "{base}", "ratio": "{ratio:g}", "KL": "{first_kl:.3f}",
+    "95 %": "{first_kl_interval[0]:.3f}-{first_kl_interval[1]:.3f}", "same first token": "{same_first_token:.0%}",
     "answer KL": "{answer_kl:.3f}", "top-1": "{top1:.3f}", "identical": "{identical:.0%}",
     "correct": "{correct}/{questions}", "TTFT": "{ttft_s:.2f} s",
 }  # fmt: skip
@@ -52,7 +52,7 @@ def demo_quality(run: StudyRun, model: str | None = None, top_k: int = 8) -> Stu
         for sample in run.track(demo_questions(top_k)):
             engine.warm(sample.passages, bases=bases)
             prompt = engine.prompt(sample.question, sample.passages)
-            exact = engine.prefill(prompt, method=FULL, answer_tokens=ANSWER_TOKENS)
+            exact = engine.prefill(prompt, method=FULL_PREFILL, answer_tokens=ANSWER_TOKENS)
             full = greedy_answer(engine.runner, exact, ANSWER_TOKENS)
             del exact
             for method, rows in zip(METHODS, answers, strict=True):
@@ -60,11 +60,8 @@ def demo_quality(run: StudyRun, model: str | None = None, top_k: int = 8) -> Stu
                 [compared] = compare_greedy_answers(engine.runner, [full], [prefilled], ANSWER_TOKENS)
                 text = answer_text(engine.lm, compared.ids or ())
                 row = {
-                    "kl": compared.divergence.first_kl,
+                    **compared.divergence.summary(),
                     "same_first_token": float(compared.divergence.agrees[0]),
-                    "answer_kl": compared.divergence.mean_kl,
-                    "top1": compared.divergence.top1,
-                    "identical": float(compared.divergence.identical),
                     "correct": string_match(text, sample.answers, needs_all=False),
                     "ttft_s": prefilled.report.timings.ttft_s,
                 }
@@ -72,13 +69,13 @@ def demo_quality(run: StudyRun, model: str | None = None, top_k: int = 8) -> Stu
     data: dict[str, Any] = {"model": name, "top_k": top_k, "methods": []}
     table = Table(*COLUMNS)
     for method, rows in zip(METHODS, answers, strict=True):
-        interval = mean_interval([row["kl"] for row in rows])
+        interval = mean_interval([row["first_kl"] for row in rows])
         line: dict[str, Any] = {
             "method": method.name,
             "base": method.base.name if method.base else None,
             "ratio": method.ratio,
-            "kl": interval["mean"],
-            "kl_interval": (interval["low"], interval["high"]),
+            "first_kl": interval["mean"],
+            "first_kl_interval": (interval["low"], interval["high"]),
             **{name: fmean(row[name] for row in rows) for name in MEANS},
             "correct": int(sum(row["correct"] for row in rows)),
             "questions": len(rows),

@@ -14,7 +14,7 @@ from qcfuse_rag.bundled import paragraphs
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.speed.ceilings import take_turns
 from qcfuse_rag.evaluation.speed.tiers import ThrottledStore, copy_entries
-from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, load_engine
+from qcfuse_rag.evaluation.studies.runner import FULL_PREFILL, StudyResult, StudyRun, load_engine
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.segments import Prompt
@@ -83,7 +83,7 @@ def _measure(engine: FusionEngine, prompt: Prompt, method: Method, repeats: int)
         engine.prefill(prompt, method=method)
         return time.perf_counter() - started
 
-    times = take_turns({"full": partial(seconds, FULL), "auto": partial(seconds, method)}, repeats)
+    times = take_turns({"full": partial(seconds, FULL_PREFILL), "auto": partial(seconds, method)}, repeats)
     full_s, auto_s = (median(times[side]) for side in ("full", "auto"))
     report = engine.prefill(prompt, method=method).report
     return {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, difference_cell, load_engine
+from qcfuse_rag.evaluation.studies.runner import FULL_PREFILL, StudyResult, StudyRun, difference_cell, load_engine
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.decoder import ATTENDED
@@ -51,7 +51,7 @@ def healing(
         for case in run.track(fit_cases(list(corpus().values()), size)):
             engine.warm(case.passages)
             prompt = engine.prompt(case.question, case.passages)
-            full = engine.prefill(prompt, method=FULL, answer_tokens=answer_tokens)
+            full = engine.prefill(prompt, method=FULL_PREFILL, answer_tokens=answer_tokens)
             ids, logits = greedy_answer(engine.runner, full, answer_tokens)
             if len(ids) < answer_tokens:
                 skipped += 1

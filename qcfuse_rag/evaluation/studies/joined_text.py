@@ -9,7 +9,7 @@ from rich.table import Table
 
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.evaluation.quality.summary import mean_interval
-from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, demo_questions, load_engine
+from qcfuse_rag.evaluation.studies.runner import FULL_PREFILL, StudyResult, StudyRun, demo_questions, load_engine
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.divergence import divergence
 
@@ -35,7 +35,7 @@ def joined_text(run: StudyRun, model: str | None = None, top_k: int = 3, ratio: 
             text = JOINED.format(context=context, question=sample.question)
             apart = engine.prompt(sample.question, sample.passages)
             for rows, prompt in zip(sides.values(), (apart, engine.prompt_from_text([("user", text)])), strict=True):
-                full, fused = (engine.prefill(prompt, method=chosen) for chosen in (FULL, method))
+                full, fused = (engine.prefill(prompt, method=chosen) for chosen in (FULL_PREFILL, method))
                 row = {
                     "kl": divergence(full.logits, fused.logits),
                     "reused": fused.report.reused_tokens / len(prompt),

@@ -14,7 +14,7 @@ from qcfuse_rag.evaluation.quality.metrics import token_f1
 from qcfuse_rag.evaluation.quality.run import answer_text
 from qcfuse_rag.evaluation.quality.tables import new_figure
 from qcfuse_rag.evaluation.studies.runner import (
-    FULL,
+    FULL_PREFILL,
     DataFiles,
     StudyResult,
     StudyRun,
@@ -93,19 +93,15 @@ def _measure(
     engine.warm(sample.passages[:1], bases=bases)
     engine.warm(sample.passages[1:], bases=bases[:1])
     prompt = engine.prompt(sample.question, sample.passages)
-    full = engine.prefill(prompt, method=FULL, answer_tokens=options.answer_tokens)
+    full = engine.prefill(prompt, method=FULL_PREFILL, answer_tokens=options.answer_tokens)
     full_answer = greedy_answer(engine.runner, full, options.answer_tokens)
     full_s, full_f1 = full.report.timings.ttft_s, _f1(engine, full_answer[0], sample)
     del full
     for name, method in methods.items():
         fused = engine.prefill(prompt, method=method, answer_tokens=options.answer_tokens)
         [answer] = compare_greedy_answers(engine.runner, [full_answer], [fused], options.answer_tokens)
-        divergence = answer.divergence
         values = {
-            "kl": divergence.mean_kl,
-            "first_kl": divergence.first_kl,
-            "top1": divergence.top1,
-            "identical": float(divergence.identical),
+            **answer.divergence.summary(),
             "f1": _f1(engine, answer.ids or (), sample),
             "full_f1": full_f1,
             "time_of_full": fused.report.timings.ttft_s / full_s,
@@ -126,9 +122,9 @@ def _table(figures: Figures) -> Table:
         plain = figures[name.removesuffix(" calibrated")]
         table.add_row(
             name,
-            str(len(values["kl"])),
-            f"{fmean(values['kl']):.4f}",
-            difference_cell(values["kl"], plain["kl"]) if values is not plain else "-",
+            str(len(values["answer_kl"])),
+            f"{fmean(values['answer_kl']):.4f}",
+            difference_cell(values["answer_kl"], plain["answer_kl"]) if values is not plain else "-",
             f"{fmean(values['first_kl']):.4f}",
             f"{fmean(values['top1']):.3f}",
             f"{fmean(values['identical']):.3f}",
@@ -154,7 +150,7 @@ def _draw(figures: Figures, path: Path, model: str) -> None:
     axes.plot([1.0], [100.0], "k*", markersize=12, label="full prefill")
     axes.set_xlabel("median time to first token, as a share of full prefill's")
     axes.set_ylabel("answers identical to full prefill's, %")
-    axes.set_title(f"{model}, {len(next(iter(figures.values()))['kl'])} questions; the numbers are ratios")
+    axes.set_title(f"{model}, {len(next(iter(figures.values()))['answer_kl'])} questions; the numbers are ratios")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.studies.runner import (
-    FULL,
+    FULL_PREFILL,
     DataFiles,
     StudyResult,
     StudyRun,
@@ -44,7 +44,7 @@ def primers(run: StudyRun, files: DataFiles, ratio: float = 0.15, answer_tokens:
         name, samples = engine.lm.name, files.examples()
         for sample in run.track(samples):
             prompt = engine.prompt(sample.question, sample.passages)
-            full = engine.prefill(prompt, method=FULL, answer_tokens=answer_tokens)
+            full = engine.prefill(prompt, method=FULL_PREFILL, answer_tokens=answer_tokens)
             answer = greedy_answer(engine.runner, full, answer_tokens)
             del full
             for primer_name, primer in _primers(engine, samples, sample).items():
@@ -53,14 +53,7 @@ def primers(run: StudyRun, files: DataFiles, ratio: float = 0.15, answer_tokens:
                 WarmJob(target, map(engine.prompts.chunk_ids, sample.passages), bases=(PRIMED, FRAMED)).run()
                 fused = engine.prefill(prompt, method=method, answer_tokens=answer_tokens)
                 [compared] = compare_greedy_answers(engine.runner, [answer], [fused], answer_tokens)
-                divergence = compared.divergence
-                values = {
-                    "tokens": float(len(primer)),
-                    "kl": divergence.mean_kl,
-                    "first_kl": divergence.first_kl,
-                    "top1": divergence.top1,
-                    "identical": float(divergence.identical),
-                }
+                values = {"tokens": float(len(primer)), **compared.divergence.summary()}
                 for figure, value in values.items():
                     figures.setdefault(primer_name, {}).setdefault(figure, []).append(value)
             run.keep(figures)
@@ -84,9 +77,9 @@ def _table(figures: dict[str, dict[str, list[float]]]) -> Table:
         table.add_row(
             name,
             f"{fmean(values['tokens']):.0f}",
-            str(len(values["kl"])),
-            f"{fmean(values['kl']):.4f}",
-            difference_cell(values["kl"], shortest["kl"]) if values is not shortest else "-",
+            str(len(values["answer_kl"])),
+            f"{fmean(values['answer_kl']):.4f}",
+            difference_cell(values["answer_kl"], shortest["answer_kl"]) if values is not shortest else "-",
             f"{fmean(values['first_kl']):.4f}",
             f"{fmean(values['top1']):.3f}",
             f"{fmean(values['identical']):.3f}",

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from rich.table import Table
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.evaluation.studies.runner import FULL, DataFiles, StudyResult, StudyRun, difference_cell
+from qcfuse_rag.evaluation.studies.runner import FULL_PREFILL, DataFiles, StudyResult, StudyRun, difference_cell
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.prompts.segments import Prompt
@@ -35,7 +35,7 @@ def probe_layers(run: StudyRun, files: DataFiles, ratio: float = 0.05) -> StudyR
     share: dict[str, list[float]] = {name: [] for name in DEPTHS}
 
     def measure(engine: FusionEngine, prompt: Prompt) -> None:
-        exact = engine.prefill(prompt, method=FULL).logits
+        exact = engine.prefill(prompt, method=FULL_PREFILL).logits
         for name, (start, stop) in DEPTHS.items():
             n_layers = engine.lm.n_layers
             layers = tuple(range(int(start * n_layers), round(stop * n_layers)))

@@ -12,7 +12,7 @@ from rich.table import Table
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.quality.metrics import token_f1
 from qcfuse_rag.evaluation.questions import read_dataset
-from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, demo_questions, load_engine
+from qcfuse_rag.evaluation.studies.runner import FULL_PREFILL, StudyResult, StudyRun, demo_questions, load_engine
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.generation.sampling import SamplingParams
@@ -45,7 +45,7 @@ def quantization(
         samples = demo_questions(passages, questions) if data is None else _read(data, questions, passages)
         for sample in run.track(samples):
             prompt = first.prompt(sample.question, sample.passages)
-            exact = first.prefill(prompt, method=FULL, answer_tokens=PARAMS.max_new_tokens)
+            exact = first.prefill(prompt, method=FULL_PREFILL, answer_tokens=PARAMS.max_new_tokens)
             full = {"kl": 0.0, "narrow": 0.0, "same": 1.0}
             rows.setdefault(("full", "-"), []).append({**full, "f1": _answer_f1(first, exact, sample.answers)})
             stored_tokens = len(prompt.prefix_ids) + sum(len(span) for span in prompt.chunks)

@@ -33,7 +33,7 @@ from qcfuse_rag.verification.samples import Example, Sample
 T = TypeVar("T")
 PROGRAM = "python -m qcfuse_rag.evaluation.studies"
 PRINT_JSON = "-"
-FULL = make_method("full")
+FULL_PREFILL = make_method("full")
 JsonFile = Annotated[str | None, Option(metavar="FILE", help="File to write the result to as JSON; - prints it.")]
 
 

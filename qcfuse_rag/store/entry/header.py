@@ -17,7 +17,7 @@ from qcfuse_rag.store.low_rank import RANKS, effective_rank
 from qcfuse_rag.store.provenance import Context, Facts, parse_provenance
 from qcfuse_rag.store.quantization import FORMATS, LOSSLESS, side_block
 
-ALIGNMENT = 4096
+FILE_ALIGNMENT = 4096
 ROWS_PER_PIECE = 128
 HEADER_BYTES, BLOCK_HEADER_BYTES, CHECKSUM_BYTES = 700, 85, 20
 """About how many bytes a header takes as JSON: by itself, for each block, and for each checksum."""
@@ -181,7 +181,7 @@ def entry_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, numbers: str, tok
 
 def aligned(size: int) -> int:
     """Return the next multiple of 4096."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return -(-size // FILE_ALIGNMENT) * FILE_ALIGNMENT
 
 
 def _fits(name: str, shape: tuple[int, ...], tokens: int, layers: int, numbers: str) -> bool:

@@ -15,7 +15,7 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.engine.exactness_check import INT8_TOLERANCE, measure_exactness
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
 from qcfuse_rag.models import load
-from qcfuse_rag.models.load import load_pretrained
+from qcfuse_rag.models.load import load_model
 from qcfuse_rag.models.weights import int8_linear, packed_linear
 from qcfuse_rag.models.weights.float16_linear import Float16Linear
 from qcfuse_rag.models.weights.formats import LINEARS, HeldFormat, choose_weight_format, round_weights, weight_format
@@ -261,10 +261,10 @@ def test_a_model_is_rounded_when_it_is_loaded(tmp_path: Path, tokenizer: PreTrai
         with FusionEngine.load(str(tmp_path / "llama"), device="cpu", weights=weights) as engine:
             assert engine.lm.fingerprint.weight_format == held
             assert type(engine.lm.model.lm_head) is LINEARS[held]
-    model, _ = load_pretrained(str(tmp_path / "gpt-oss-sinks"), device="cpu", weights="auto")
+    model = load_model(str(tmp_path / "gpt-oss-sinks"), device="cpu", weights="auto").model
     assert weight_format(model) == "model"
     with pytest.raises(UnsupportedModel, match="linear layers"):
-        load_pretrained(str(tmp_path / "gpt-oss-sinks"), device="cpu", weights="int8")
+        load_model(str(tmp_path / "gpt-oss-sinks"), device="cpu", weights="int8")
 
 
 def test_weights_are_kept_as_they_were_rounded(linear: nn.Linear) -> None:
@@ -303,7 +303,7 @@ def test_auto_is_bfloat16_where_that_is_faster(
     tokenizer.save_pretrained(tmp_path)
     monkeypatch.setattr(load, "multiplies_bfloat16", lambda: supported)
     monkeypatch.setattr(load, "chosen_cpu_dtype", lambda: torch.bfloat16 if supported else torch.float32)
-    model, _ = load_pretrained(str(tmp_path), device="cpu", dtype=dtype, weights="auto")
+    model = load_model(str(tmp_path), device="cpu", dtype=dtype, weights="auto").model
     assert weight_format(model) == expected
     assert (model.dtype == torch.bfloat16) is (expected == "model")
 

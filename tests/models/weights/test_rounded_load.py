@@ -17,7 +17,7 @@ from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.models import load
 from qcfuse_rag.models.fingerprint import _state
 from qcfuse_rag.models.gguf_cache import SWITCH
-from qcfuse_rag.models.load import load_pretrained
+from qcfuse_rag.models.load import load_model
 from qcfuse_rag.models.weights import gguf_tensors
 from qcfuse_rag.models.weights.float16_linear import Float16Linear
 from qcfuse_rag.models.weights.formats import LINEARS, HeldFormat, round_weights, weight_format
@@ -78,7 +78,7 @@ def test_every_family(
     family: str, weights: HeldFormat, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, early: list[int]
 ) -> None:
     name = str(save(family, tokenizer, tmp_path / "model"))
-    model, _ = load_pretrained(name, device="cpu", weights=weights)
+    model = load_model(name, device="cpu", weights=weights).model
     assert early[0] > 0, "nothing was rounded while the model was loaded"
     require_same(model, as_a_whole(name, weights))
 
@@ -90,7 +90,7 @@ def test_embeddings_that_share_their_weights_with_the_output(
     tied: bool, weights: HeldFormat, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, early: list[int]
 ) -> None:
     name = str(save("llama", tokenizer, tmp_path / "model", tied=tied))
-    model, _ = load_pretrained(name, device="cpu", weights=weights)
+    model = load_model(name, device="cpu", weights=weights).model
     linears = sum(isinstance(module, LINEARS[weights]) for module in model.modules())
     assert early == [linears if tied else linears + 1], "all linear layers and the embeddings, the shared weights once"
     require_same(model, as_a_whole(name, weights))
@@ -99,7 +99,7 @@ def test_embeddings_that_share_their_weights_with_the_output(
 @both_formats
 def test_a_model_in_bfloat16(weights: HeldFormat, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     name = str(save("qwen2-bias", tokenizer, tmp_path / "model"))
-    model, _ = load_pretrained(name, device="cpu", dtype="bfloat16", weights=weights)
+    model = load_model(name, device="cpu", dtype="bfloat16", weights=weights).model
     require_same(model, as_a_whole(name, weights, torch.bfloat16))
 
 
@@ -157,7 +157,7 @@ def test_a_gguf_file_is_read_one_tensor_at_a_time(
 ) -> None:
     monkeypatch.setattr(gguf_tensors.np, "copy", lambda *_: pytest.fail("transformers dequantised the file"))
     caplog.set_level(logging.INFO, logger="qcfuse_rag.models.load")
-    model, _ = load_pretrained(llama, device="cpu", weights=weights)
+    model = load_model(llama, device="cpu", weights=weights).model
     assert early == [2 * 7 + 1], "each linear layer, and the embeddings that the output shares"
     assert caplog.messages == []
     monkeypatch.undo()
@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_read_so_is_loaded_as_a_whole(
 ) -> None:
     monkeypatch.setattr(gguf_tensors, "_tensors", lambda *_: {}["moved in another version"])
     caplog.set_level(logging.INFO, logger="qcfuse_rag.models.load")
-    model, _ = load_pretrained(llama, device="cpu", weights=weights)
+    model = load_model(llama, device="cpu", weights=weights).model
     assert "loaded as a whole" in caplog.text
     require_same(model, as_a_whole(llama, weights))
 
@@ -204,8 +204,8 @@ def test_a_model_that_cannot_be_rounded_is_refused_before_its_weights_are_read(
 ) -> None:
     name = str(save(family, tokenizer, tmp_path / "model"))
     with pytest.raises(UnsupportedModel, match=r"layers\.\d\.mlp\..*weights=.model."):
-        load_pretrained(name, device="cpu", weights="int8")
-    model, _ = load_pretrained(name, device="cpu", weights="auto")
+        load_model(name, device="cpu", weights="int8")
+    model = load_model(name, device="cpu", weights="auto").model
     assert weight_format(model) == "model"
     assert early == []
 
@@ -216,8 +216,8 @@ def test_weights_too_large_for_float16(tokenizer: PreTrainedTokenizerFast, tmp_p
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     with pytest.raises(UnsupportedModel, match="weights above 65,504"):
-        load_pretrained(str(tmp_path / "model"), device="cpu", weights="float16")
-    kept, _ = load_pretrained(str(tmp_path / "model"), device="cpu", weights="auto")
+        load_model(str(tmp_path / "model"), device="cpu", weights="float16")
+    kept = load_model(str(tmp_path / "model"), device="cpu", weights="auto").model
     assert weight_format(kept) == "model"
     assert torch.equal(kept.state_dict()["model.layers.1.mlp.up_proj.weight"], model.model.layers[1].mlp.up_proj.weight)
 
