@@ -97,7 +97,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_model_and_its_tokenizer_come_out_of_one_reading(
     file: Path, model: Qwen2ForCausalLM, read: list[str]
 ) -> None:
-    loaded, tokenizer = load_model(str(file), device="cpu")
+    found = load_model(str(file), device="cpu")
+    loaded, tokenizer = found.model, found.tokenizer
     assert read == [str(file)]
     ids = torch.tensor([tokenizer(QUESTION).input_ids]) % model.config.vocab_size
     with torch.inference_mode():
@@ -105,7 +106,8 @@ def test_a_model_and_its_tokenizer_come_out_of_one_reading(
 
 
 def test_it_is_what_transformers_loads_alone(file: Path, read: list[str]) -> None:
-    loaded, tokenizer = load_model(str(file), device="cpu")
+    found = load_model(str(file), device="cpu")
+    loaded, tokenizer = found.model, found.tokenizer
     source, options = str(file.parent), {"gguf_file": file.name}
     expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
     assert len(read) > 2, "transformers reads it once by itself: this module may go"
@@ -299,7 +301,7 @@ def test_the_switch_turns_conversions_off(
 @pytest.mark.slow
 def test_loads_at_the_same_time_leave_one_conversion(file: Path, assets: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        loaded = list(pool.map(lambda _: load_model(str(file), device="cpu")[0], range(8)))
+        loaded = list(pool.map(lambda _: load_model(str(file), device="cpu").model, range(8)))
     (folder,) = assets.iterdir()
     assert (folder / "source.json").is_file()
     for model in loaded:
