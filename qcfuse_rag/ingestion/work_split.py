@@ -59,7 +59,8 @@ def split_work(
                 split.present += 1
                 split.stalest = max(split.stalest, staleness)
         elif length > window:
-            split.failed.setdefault(chunk.index, _too_long(length, window))  # once for all bases
+            if not chunk.base.primed:  # a primed cache is not made then, and the framed one is used in its place
+                split.failed.setdefault(chunk.index, _too_long(length, window))  # once for all bases
             size -= entry_size
         elif limit_bytes is not None and size > limit_bytes:
             split.left_out += 1
@@ -71,6 +72,6 @@ def split_work(
 
 def _too_long(length: int, window: int) -> str:
     return (
-        f"a passage of {length:,} tokens with the texts in front of it exceeds the context window of {window:,}; split "
-        "the document into smaller passages"
+        f"a passage of {length:,} tokens with the system prefix exceeds the context window of {window:,}; split the "
+        "document into smaller passages"
     )
