@@ -72,13 +72,13 @@ def bench_speed(options: BenchSpeedOptions, as_json: Json = False) -> None:
 
     if options.model is not None and options.shape is not None:
         raise QCFuseError("give a --model or a --shape, not both")
-    measured, out = options.measured(), options.out
+    speed_options, out = options.to_speed_options(), options.out
     if options.shape is None:
         lm = _load(options)
     else:
         lm = random_model(options.shape, device=options.device, dtype=options.dtype)
     with progress_bar("measuring", "contexts") as advance:
-        result = run_speed(lm, measured, out, advance)
+        result = run_speed(lm, speed_options, out, advance)
     if as_json:
         print_json(result)
         return
@@ -99,7 +99,7 @@ def bench_peer(options: BenchPeerOptions, as_json: Json = False) -> None:
     from qcfuse_rag.evaluation.speed.peer import compare_peer, peer_table
 
     with progress_bar("answering", "lengths") as advance:
-        result = compare_peer(options.measured(), advance)
+        result = compare_peer(options.to_peer_options(), advance)
     if as_json:
         print_json(result)
     else:
@@ -115,7 +115,7 @@ def bench_quality(options: BenchQualityOptions) -> None:
 
     out = options.out
     with progress_bar("asking", "questions") as advance:
-        result = measure_quality(options.measured(), advance)
+        result = measure_quality(options.to_quality_options(), advance)
     drawn = draw(result["summary"], options.plots or out.parent, out.stem)
     for table in terminal_tables(result["summary"], OUT.width):
         OUT.print(table)

@@ -1,4 +1,4 @@
-"""The options of `qcfuse bench`, and what they ask the evaluation for."""
+"""The options of `qcfuse bench`, and their translation to those of the measurements."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class BenchSpeedOptions(ModelOptions):
     repeats: Repeats = 5
     out: Annotated[Path | None, Option(help="JSON file to write; Markdown and a picture go beside it.")] = None
 
-    def measured(self) -> SpeedOptions:
-        """Return what to measure."""
+    def to_speed_options(self) -> SpeedOptions:
+        """Return the options of the measurement, with lists read from their texts."""
         from qcfuse_rag.evaluation.quality.configurations import configurations, split_names
         from qcfuse_rag.evaluation.speed.measure import SpeedOptions
 
         return SpeedOptions(
             contexts=tuple(map(int, split_names(self.context))),
-            methods=tuple(configurations(split_names(self.methods), parse_shares(self.ratios))[1:]),
+            methods=tuple(configurations(split_names(self.methods), _parse_shares(self.ratios))[1:]),
             tiers=tuple(split_names(self.tiers)),
             numbers=tuple(split_names(self.numbers)) or ("model",),
             chunk=self.chunk,
@@ -78,14 +78,14 @@ class BenchPeerOptions:
     weights: Annotated[WeightsChoice, Option(help="Format of this engine's weights.")] = WeightsChoice.AUTO
     repeats: Repeats = 3
 
-    def measured(self) -> PeerOptions:
-        """Return what to measure."""
+    def to_peer_options(self) -> PeerOptions:
+        """Return the options of the measurement, with lists read from their texts."""
         from qcfuse_rag.evaluation.quality.configurations import configurations, split_names
         from qcfuse_rag.evaluation.speed.peer import PeerOptions
 
         return PeerOptions(
             gguf=self.model or Path(default_model()),
-            methods=tuple(configurations(split_names(self.methods), parse_shares(self.ratios))),
+            methods=tuple(configurations(split_names(self.methods), _parse_shares(self.ratios))),
             context=self.context,
             answers=tuple(map(int, split_names(self.answers))),
             repeats=self.repeats,
@@ -119,9 +119,10 @@ class BenchQualityOptions(ModelOptions):
         str | None, Option(help="Stored caches: blind, framed, primed, begun, enriched; by default each method's own.")
     ] = None
     size: Annotated[int, Option(min=1, help="Questions of each dataset.")] = 100
-    distractors: Annotated[int | None, Option(min=0, help="Passages beside those with the answer; all by default.")] = (
-        None
-    )
+    distractors: Annotated[
+        int | None,
+        Option(min=0, help="Passages beside those with the answer; all by default."),
+    ] = None
     top_k: Annotated[int | None, Option(min=1, help="Number of first passages to keep; all by default.")] = None
     seed: Annotated[int, Option(help="Seed of generated tasks and of intervals.")] = 0
     max_new_tokens: Annotated[
@@ -139,8 +140,8 @@ class BenchQualityOptions(ModelOptions):
     ] = None
     plots: Annotated[Path | None, Option(help="Folder of the plots; by default that of the result.")] = None
 
-    def measured(self) -> QualityOptions:
-        """Return what to measure."""
+    def to_quality_options(self) -> QualityOptions:
+        """Return the options of the measurement, with lists read from their texts."""
         from qcfuse_rag.evaluation.quality.configurations import split_names
         from qcfuse_rag.evaluation.quality.measure import QualityOptions
 
@@ -150,7 +151,7 @@ class BenchQualityOptions(ModelOptions):
             datasets=tuple(split_names(",".join(self.dataset))),
             methods=tuple(split_names(",".join([*(self.methods or ()), *(self.baseline or ())]))) or ("auto",),
             out=self.out,
-            ratios=parse_shares(self.ratios or ""),
+            ratios=_parse_shares(self.ratios or ""),
             bases=tuple(split_names(self.bases or "")),
             size=self.size,
             distractors=self.distractors,
@@ -169,7 +170,7 @@ class BenchQualityOptions(ModelOptions):
         )
 
 
-def parse_shares(text: str) -> tuple[float, ...]:
+def _parse_shares(text: str) -> tuple[float, ...]:
     """Read ratios with commas between them."""
     from qcfuse_rag.evaluation.quality.configurations import split_names
 

@@ -20,7 +20,7 @@ store_app = typer.Typer(help="Inspect and maintain a store.", no_args_is_help=Tr
 Folder = Annotated[Path, typer.Option("--store", help="Folder of a library or of a store.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Confirm; there is no further question.")]
 SourceName = Annotated[str | None, typer.Option("--source", help="Document whose entries to use.")]
-RemotePassword = Annotated[
+RemoteUrl = Annotated[
     str | None, typer.Option(help="URL of the remote behind the store, if it needs a password; other URLs are stored.")
 ]
 Document = Annotated[str, typer.Argument(help="Name of a document.")]
@@ -51,7 +51,7 @@ def stats(folder: Folder, as_json: Json = False) -> None:
 
 
 @store_app.command()
-def health(folder: Folder, remote: RemotePassword = None, as_json: Json = False) -> None:
+def health(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> None:
     """Test reading and writing of a store and of the remote behind it; exit with 1 on failure."""
     from dataclasses import replace
     from shutil import disk_usage
@@ -112,7 +112,7 @@ def fsck(folder: Folder, as_json: Json = False) -> None:
 
 
 @store_app.command()
-def gc(folder: Folder, remote: RemotePassword = None, as_json: Json = False) -> None:
+def gc(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> None:
     """Remove expired entries, entries without a source, leftovers of writers, and the quarantine."""
     from qcfuse_rag.cli.library.folder import open_disk_tier, open_store_and_sources
     from qcfuse_rag.store.maintenance import collect_garbage
@@ -179,7 +179,7 @@ def clear(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
 
 
 @store_app.command()
-def sources(folder: Folder, tenant: Tenant = None, remote: RemotePassword = None, as_json: Json = False) -> None:
+def sources(folder: Folder, tenant: Tenant = None, remote: RemoteUrl = None, as_json: Json = False) -> None:
     """List the documents of a store, with the number of chunks and of missing chunks."""
     from qcfuse_rag.cli.library.folder import open_store_and_sources
 
@@ -196,7 +196,7 @@ def sources(folder: Folder, tenant: Tenant = None, remote: RemotePassword = None
 
 @store_app.command()
 def lookup(
-    folder: Folder, source: Document, tenant: Tenant = None, remote: RemotePassword = None, as_json: Json = False
+    folder: Folder, source: Document, tenant: Tenant = None, remote: RemoteUrl = None, as_json: Json = False
 ) -> None:
     """Show the tier of each chunk of a document."""
     from qcfuse_rag.cli.library.folder import open_store_and_sources
@@ -210,7 +210,7 @@ def lookup(
 
 @store_app.command()
 def forget(
-    folder: Folder, source: Document, tenant: Tenant = None, remote: RemotePassword = None, as_json: Json = False
+    folder: Folder, source: Document, tenant: Tenant = None, remote: RemoteUrl = None, as_json: Json = False
 ) -> None:
     """Remove a document: its passages from the library, and its chunks from every tier unless shared."""
     from qcfuse_rag.cli.library.folder import existing_store_folder, forget_passages, library_of, open_store_and_sources
@@ -241,7 +241,7 @@ def pin(
     source: SourceName = None,
     off: Annotated[bool, typer.Option("--off", help="Remove the protection.")] = False,
     tenant: Tenant = None,
-    remote: RemotePassword = None,
+    remote: RemoteUrl = None,
     as_json: Json = False,
 ) -> None:
     """Protect entries from eviction."""

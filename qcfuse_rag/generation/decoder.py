@@ -262,7 +262,7 @@ class AnswerDecoder:
 
     @property
     def _draft_is_complete(self) -> bool:
-        """Whether there is a draft and it is complete: long enough, ended, or its prompt is healed."""
+        """Whether there is a complete draft: it is long enough, or it has ended, or the prompt is healed."""
         if not self.holds_back:
             return False
         if not self._params.is_greedy or self._params.grammar is not None:

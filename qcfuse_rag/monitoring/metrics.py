@@ -33,9 +33,7 @@ class Metrics:
         self._requests = Counter("qcfuse_prefills", "Prompts brought to their first token", ["method"], **shared)
         self._fallbacks = Counter("qcfuse_fallbacks", "Prompts not fused as asked, with a reason", ["method"], **shared)
         self._lookups = Counter("qcfuse_lookups", "Passages looked up", ["outcome"], **shared)
-        self._tokens = Counter(
-            "qcfuse_prompt_tokens", "Tokens of prompts, by how they were brought in", ["outcome"], **shared
-        )
+        self._tokens = Counter("qcfuse_prompt_tokens", "Tokens of prompts, by outcome", ["outcome"], **shared)
         self._bytes = Counter("qcfuse_loaded_bytes", "Bytes read from the store", **shared)
         self._seconds = Histogram(
             "qcfuse_stage_seconds", "Time to first token, by stage", ["stage"], buckets=SECONDS, **shared

@@ -69,7 +69,7 @@ def verify(
 ) -> Verdict:
     """Compare a method's answers with full prefill's, from the smallest ratio up to the first that passes.
 
-    A ratio that fails is tried once more with residuals, see `can_move`. What passes is tried once more with a
+    A ratio that fails is tried once more with residuals, see `runtime.residuals`. What passes is tried once more with a
     calibration, which is fitted on other prompts of the same passages, unless the method corrects none of them. If that
     passes too, the trial with less divergence is recommended. The engine's store is not used, and nothing is stored.
     The method's guard is ignored, so every prompt is fused.
@@ -90,8 +90,8 @@ def verify(
     if not tried_methods:
         raise ValueError("name at least one ratio to try")
     groups = _cases(engine, texts, settings)
-    to_fit = fit_cases(texts or paragraphs(), settings.size) if can_calibrate(engine.lm, method) else []
-    moves = can_move(engine.lm, method)
+    to_fit = fit_cases(texts or paragraphs(), settings.size) if _can_calibrate(engine.lm, method) else []
+    moves = _can_move(engine.lm, method)
     judged, fitted = sum(map(len, groups.values())), len(to_fit)
     trials = len(tried_methods) * (1 + moves) + bool(to_fit)
     done, total = 0, judged * (1 + trials) + 2 * fitted
@@ -136,28 +136,27 @@ def verify(
     )
 
 
-def can_correct(lm: LanguageModel, method: Method) -> bool:
-    """Return whether to try a method with residuals and a calibration as well; on CPUs only.
+def _can_correct(lm: LanguageModel, method: Method) -> bool:
+    """Return whether a method may have residuals and a calibration: one with a ratio, without a layer hook, on a CPU.
 
     The GPU's kernels and recorded passes have no bias and move no tokens: one such request would slow the whole batch.
     """
-    has_rows = isinstance(method.budget, FixedRatio) and method.layer_hook is None
-    return lm.device.type == "cpu" and method.base is not None and has_rows
+    has_ratio = isinstance(method.budget, FixedRatio)
+    return lm.device.type == "cpu" and method.base is not None and method.layer_hook is None and has_ratio
 
 
-def can_calibrate(lm: LanguageModel, method: Method) -> bool:
+def _can_calibrate(lm: LanguageModel, method: Method) -> bool:
     """Return whether to fit a calibration of a method, see `fusion.calibration`.
 
     A method whose sets of rows are nested over layers has no reader bias; `ReferenceAnswers.calibrate` returns None.
     """
     alike = len({(shape.kv_heads, shape.key_dim) for shape in lm.shapes}) == 1
-    return alike and can_correct(lm, method)
+    return alike and _can_correct(lm, method)
 
 
-def can_move(lm: LanguageModel, method: Method) -> bool:
+def _can_move(lm: LanguageModel, method: Method) -> bool:
     """Return whether to try a method with residuals, see `runtime.residuals`: not if it has them or recomputes none."""
-    recomputes = isinstance(method.budget, VerifiedRatio) or method.ratio != 0
-    return recomputes and method.residuals is None and can_correct(lm, method)
+    return method.residuals is None and method.ratio != 0 and _can_correct(lm, method)
 
 
 def _cases(engine: FusionEngine, texts: Sequence[str], settings: VerifySettings) -> dict[str, list[Case]]:

@@ -17,6 +17,7 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.monitoring.shadow import InFlight
 from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import seams
@@ -130,10 +131,11 @@ def test_sustained_drift_is_answered(served: FusionEngine, on_drift: str, ratio:
     assert report.ratio == (1.0 if in_full else ratio or 0.1)
 
 
-def test_a_raised_ratio_is_not_calibrated(served: FusionEngine) -> None:
-    """A calibration holds for its own ratio alone."""
+def test_a_raised_ratio_has_neither_calibration_nor_residuals(served: FusionEngine) -> None:
+    """What a verdict chose holds for its own ratio alone."""
     biases = ((0.5,) * served.lm.model.config.num_attention_heads,) * served.lm.n_layers
-    served.method = replace(QCFUSE, calibration=Calibration(biases, hash_ids(served.prompts.prefix_ids)))
+    calibration = Calibration(biases, hash_ids(served.prompts.prefix_ids))
+    served.method = replace(QCFUSE, calibration=calibration, residuals=ResidualKernel())
     shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=1, on_drift="raise"))
     prompt = served.prompt(QUESTION, PASSAGES)
     assert served.prefill(prompt).buffer.reader_bias is not None
@@ -141,6 +143,7 @@ def test_a_raised_ratio_is_not_calibrated(served: FusionEngine) -> None:
     raised = served.prefill(prompt)
     assert raised.report.ratio == 0.2
     assert raised.buffer.reader_bias is None
+    assert shadow.method(served.method).residuals is None
 
 
 def test_a_ratio_that_does_not_help_ends_in_full_prefill(served: FusionEngine) -> None:

@@ -343,6 +343,16 @@ async def test_a_client_who_goes_ends_the_request(backend: EngineBackend, stream
     await running
 
 
+async def test_a_request_to_a_closed_engine_is_refused(engine: FusionEngine) -> None:
+    handle = EngineHandle.wrap(engine)
+    handle.scheduler.close()
+    backend = EngineBackend(handle, "tiny")
+    async with client(make_app(backend)) as http:
+        response = await ask(http, max_tokens=1)
+    backend.close()
+    assert (response.status_code, "load another one" in response.text) == (503, True)
+
+
 async def test_a_burst_waits_for_its_turn_to_be_prepared(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as may wait do; only so many at a time take the memory that tokenising does."""
     at_once, most, plan = 0, 0, engine.prompt

@@ -27,7 +27,7 @@ from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 
-LAUNCHERS: tuple[tuple[str, ModuleType, Callable[..., Any]], ...] = (
+TIMED_FUNCTIONS: tuple[tuple[str, ModuleType, Callable[..., Any]], ...] = (
     ("attention", functional, functional.scaled_dot_product_attention),
     ("the probe's scores", probes, attention_weights),
     ("matrix products", functional, functional.linear),
@@ -97,7 +97,7 @@ def _time_kinds(call: Callable[[], float], around: Callable[[], AbstractContextM
 
 @contextmanager
 def _timed() -> Iterator[dict[str, float]]:
-    seconds = {kind: 0.0 for kind, _, _ in LAUNCHERS}
+    seconds = {kind: 0.0 for kind, _, _ in TIMED_FUNCTIONS}
 
     def timed(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -109,6 +109,6 @@ def _timed() -> Iterator[dict[str, float]]:
         return call
 
     with ExitStack() as patches:
-        for kind, module, function in LAUNCHERS:
+        for kind, module, function in TIMED_FUNCTIONS:
             patches.enter_context(mock.patch.object(module, function.__name__, timed(kind, function)))
         yield seconds

@@ -27,7 +27,7 @@ AHEAD_BYTES = 256 << 20
 """Limit on bytes that are on the device but not placed yet, and half of it for what is sent at once. At most half of it
 may wait for launched placements."""
 GROWTH = 3
-"""From page-locked memory, each transfer has so many times the layers of the transfer before."""
+"""From page-locked memory, each transfer has this many times the layers of the previous transfer."""
 
 
 WaitInterval = tuple[DeviceTimestamp, DeviceTimestamp]
