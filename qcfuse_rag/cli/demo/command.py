@@ -125,9 +125,8 @@ def report(
     _say(f"{about}.")
     _say(
         f"Warmed {summary.warmed} caches ({size(summary.size_bytes)}) in {duration(summary.elapsed_s)}, once. Reused "
-        "caches change some answers, and a model of this size loses more than larger ones: `qcfuse verify` finds the "
-        "share to recompute for your model and documents, and `qcfuse ask --fidelity exact` keeps full prefill's "
-        "answers."
+        "caches change some answers: `qcfuse verify` finds the share to recompute for your model and documents, and "
+        "`qcfuse ask --fidelity exact` keeps full prefill's answers."
     )
 
 
