@@ -175,7 +175,8 @@ def fresh_environment(folder: Path) -> Path:
 @pytest.mark.timeout(1800)
 @pytest.mark.enable_socket
 def test_the_first_hour_of_a_user(tmp_path: Path) -> None:
-    environment = fresh_environment(tmp_path) if "QCFUSE_WHEELS" in os.environ else Path(sys.prefix)
+    released = "QCFUSE_WHEELS" in os.environ
+    environment = fresh_environment(tmp_path) if released else Path(sys.prefix)
     qcfuse, commands = environment / "bin" / "qcfuse", readme_commands()
     documents = tmp_path / commands["warm"][2]
     documents.mkdir(parents=True)
@@ -210,7 +211,7 @@ def test_the_first_hour_of_a_user(tmp_path: Path) -> None:
     assert CODE in answer["choices"][0]["message"]["content"]
     assert any(document["source"].endswith("depot.md") for document in answer["documents"]), "sources are named"
 
-    for program in (LLAMA_INDEX, LANGCHAIN):
+    for program in (LLAMA_INDEX, LANGCHAIN) if released else ():  # here the documentation's examples run instead
         assert "Quick Mercy" in run(environment / "bin" / "python", "-W", "ignore", "-c", program, cwd=tmp_path)
 
 

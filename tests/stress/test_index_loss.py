@@ -16,6 +16,7 @@ from qcfuse_rag.store.backends.index_database import INDEX_FAILURES
 from qcfuse_rag.store.maintenance import collect_garbage, fsck, rebuild
 from tests.stress.campaign import Tally, sized
 from tests.stress.crowd import LIMIT_BYTES, PROCESSES, THREADS, Worker, check_books, run_crowd
+from tests.support import seams
 from tests.support.index_attacks import ATTACKS, keep_older_copy
 
 MAINTENANCE = {"gc": collect_garbage, "rebuild": rebuild, "clear": DiskStore.clear}
@@ -51,7 +52,9 @@ class LosingWorker(Worker):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_limit_holds_whatever_becomes_of_the_index(tmp_path: Path) -> None:
+def test_the_limit_holds_whatever_becomes_of_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A lock that was lost with its file is waited for until then.
+    seams.index_busy_timeout_s(monkeypatch, sized(5, 60))
     tally = Tally(f"an index that is lost while {PROCESSES} processes of {THREADS} threads use it")
     folder = tmp_path / "kv"
     DiskStore(folder, LIMIT_BYTES).close()

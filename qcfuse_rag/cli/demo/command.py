@@ -59,7 +59,7 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
             embed = Embedder(options.embedder or default_embedder())
             vectors = embed(texts)
         print_profile_note(engine)
-        plan = engine.corpus.warm_job([engine.prompts.chunk_ids(text) for text in texts]).plan(measure=True)
+        plan = engine.corpus.warm_job([engine.prompts.chunk_ids(text) for text in texts]).plan(measure=not as_json)
         if not as_json and plan.seconds:
             token_s = plan.seconds / max(1, plan.tokens)
             question_tokens = options.top_k * plan.tokens / max(1, plan.to_warm)

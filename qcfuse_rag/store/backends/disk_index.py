@@ -62,11 +62,11 @@ class Index:
         self.on_replaced: Callable[[], object] = lambda: None
 
     @contextmanager
-    def transact(self, *, timeout_s: float = BUSY_TIMEOUT_S) -> Iterator[None]:
+    def transact(self, *, timeout_s: float | None = None) -> Iterator[None]:
         """Lock the index against all other writers, and commit or roll back all changes together.
 
         Args:
-            timeout_s: longest time to wait for another writer.
+            timeout_s: longest time to wait for another writer; None for `BUSY_TIMEOUT_S`.
 
         Raises:
             sqlite3.Error: if the index cannot be locked or written.
@@ -78,7 +78,9 @@ class Index:
             self._follow()
             opened = self._current
             with self._pinned(opened, in_transaction=True):
-                opened.cache._sql(f"PRAGMA busy_timeout = {round(1000 * timeout_s)}")
+                opened.cache._sql(
+                    f"PRAGMA busy_timeout = {round(1000 * (BUSY_TIMEOUT_S if timeout_s is None else timeout_s))}"
+                )
                 try:
                     with opened.cache.transact():
                         if self._opened is not opened or not self._is_current():  # replaced while this thread waited
