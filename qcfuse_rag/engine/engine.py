@@ -84,7 +84,7 @@ class FusionEngine:
         self._watch = PrefillWatch(self.runner)
 
     @classmethod
-    def load(
+    def load(  # noqa: PLR0913 keyword arguments of the entry point, as in transformers
         cls,
         model: str,
         *,

@@ -187,7 +187,7 @@ class EngineHandle:
         return _without_engine, (self.wrapped,)
 
 
-def load_engine(
+def load_engine(  # noqa: PLR0913 the fields that both frameworks' classes have
     *,
     model: str,
     store: str | None,

@@ -16,9 +16,7 @@ def explicit_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    params: AttentionParams,
 ) -> Tensor:
     """Attend step by step in float32.
 
@@ -27,18 +25,16 @@ def explicit_attention(
         key: `[1, Hkv, T, D]`.
         value: `[1, Hkv, T, Dv]`.
         mask: broadcastable to `[1, Hq, R, T]`: bool, True where a row sees a key, or additive; None if all are seen.
-        scaling: factor on the scores.
-        softcap: cap on scores, or None.
-        sinks: `[Hq]` extra logits of the softmax, or None.
+        params: how the layer computes scores; its window counts only by the mask.
 
     Returns:
         `[1, Hq, R, Dv]` in the dtype of `query`.
     """
-    scores = attention_scores(query, key, scaling, softcap)
+    scores = attention_scores(query, key, params.scaling, params.softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
-    if sinks is not None:
-        sink_scores = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+    if params.sinks is not None:
+        sink_scores = params.sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sink_scores], dim=-1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)

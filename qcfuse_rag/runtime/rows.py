@@ -134,13 +134,15 @@ class AttentionParams:
 
     Attributes:
         scaling: factor on scores.
-        softcap: cap on scores, or None.
+        softcap: cap on scores through tanh (Gemma 2), or None.
         window: sliding window in tokens, or None.
+        sinks: `[Hq]` logits that take part in the softmax only (gpt-oss), or None.
     """
 
     scaling: float
     softcap: float | None = None
     window: int | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 class PlannedLayer(CacheLayerMixin, ABC):  # type: ignore[misc]

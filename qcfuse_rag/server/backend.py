@@ -86,7 +86,7 @@ class EngineBackend:
         keep: warms passages that requests had and the store had not; None keeps none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 keyword arguments with defaults
         self,
         handle: EngineHandle,
         name: str,

@@ -26,7 +26,7 @@ KEPT_NUMBERS = "int8"
 """Default format of entries on disks and servers: a quarter of float32's bytes and half of bfloat16's."""
 
 
-def open_store(
+def open_store(  # noqa: PLR0913 keyword arguments of the entry point
     folder: str | Path | None = None,
     *,
     disk_bytes: int | None = None,

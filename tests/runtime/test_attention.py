@@ -79,7 +79,7 @@ def test_fast_attention_equals_step_by_step(
     value = torch.randn(1, heads[1], length, 24, generator=generator).to(dtype)
     plan = RowsPlan(at, length)
     out, _ = rows_attention(Layer(), query, key, value, None, 0.3, fusion=plan, sliding_window=window)
-    expected = explicit_attention(query, key, value, plain_mask(at, length, None, window), 0.3)
+    expected = explicit_attention(query, key, value, plain_mask(at, length, None, window), AttentionParams(0.3))
     assert out.shape == (1, len(at), heads[0], 24)
     assert torch.allclose(out.transpose(1, 2).float(), expected.float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
 
@@ -95,7 +95,7 @@ def test_visible_keys_are_the_only_ones_read() -> None:
     plan = RowsPlan(rows, 10, visible=[visible])
     out, _ = rows_attention(Layer(), query, key, value, None, fusion=plan)
     mask = torch.tensor([[True, True, True, False], [True, True, True, True]])
-    expected = explicit_attention(query, key[:, :, visible], value[:, :, visible], mask, 8**-0.5)
+    expected = explicit_attention(query, key[:, :, visible], value[:, :, visible], mask, AttentionParams(8**-0.5))
     assert torch.allclose(out.transpose(1, 2), expected, atol=1e-6)
 
 
@@ -148,4 +148,6 @@ def test_layers_that_see_different_keys_have_their_own_blocks() -> None:
         module.layer_idx = layer
         out, _ = rows_attention(module, query, key, value, None, 0.3, fusion=plan)
         mask = plain_mask(rows, 400, visible, None)
-        assert torch.allclose(out.transpose(1, 2), explicit_attention(query, key, value, mask, 0.3), atol=1e-5)
+        assert torch.allclose(
+            out.transpose(1, 2), explicit_attention(query, key, value, mask, AttentionParams(0.3)), atol=1e-5
+        )

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from qcfuse_rag.runtime.attention import dense
 from qcfuse_rag.runtime.reference_attention import explicit_attention
+from qcfuse_rag.runtime.rows import AttentionParams
 
 
 def operands() -> tuple[Tensor, Tensor, Tensor]:
@@ -19,7 +20,7 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expected(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return explicit_attention(query, key, value, torch.ones(9, 9, dtype=torch.bool).tril(), 0.3)
+    return explicit_attention(query, key, value, torch.ones(9, 9, dtype=torch.bool).tril(), AttentionParams(0.3))
 
 
 def test_torch_equals_explicit_attention() -> None:

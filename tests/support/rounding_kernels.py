@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from qcfuse_rag.runtime.fused_layers.pointwise import Norm
 from qcfuse_rag.runtime.kernels import table_attention as by_table
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention_reference
 from qcfuse_rag.runtime.kv_table import KVTable
+from qcfuse_rag.runtime.rows import AttentionParams
 from tests.support import seams
 
 
@@ -82,13 +82,13 @@ def append_rows(key: Tensor, value: Tensor, table: KVTable, layer: int, rows: Te
             stored.index_copy_(1, positions, fresh[request])
 
 
-def table_attention(query: Tensor, table: KVTable, layer: int, rows: Tensor, **settings: Any) -> Tensor:
+def table_attention(query: Tensor, table: KVTable, layer: int, rows: Tensor, params: AttentionParams) -> Tensor:
     """Compute what the kernel `attend` does with a table."""
     results = []
     for request, positions in enumerate(rows):
         key, value = (_stored(table, layer, request, side, int(positions.max()) + 1)[None] for side in (0, 1))
         one = query[request : request + 1]
-        results.append(sparse_attention_reference(one, key, value, positions, **settings).to(query.dtype))
+        results.append(sparse_attention_reference(one, key, value, positions, params).to(query.dtype))
     return torch.cat(results)
 
 

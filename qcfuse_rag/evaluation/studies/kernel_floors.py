@@ -111,7 +111,7 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
     """Yield the kernels' work in one layer for a fused prompt, in decode steps, and in placing its chunks."""
     dtype, device, size = sizes.dtype, sizes.device, sizes.dtype.itemsize
     heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.dim
-    scaling = {"scaling": dim**-0.5}
+    params = AttentionParams(dim**-0.5)
     key, value = sizes.random(1, kv_heads, tokens, dim), sizes.random(1, kv_heads, tokens, dim)
     question = torch.arange(tokens - QUESTION_ROWS, tokens, device=device)
     others = torch.randperm(tokens - QUESTION_ROWS, device=device)[: n_rows - QUESTION_ROWS].sort().values
@@ -119,8 +119,8 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
         query = sizes.random(1, heads, len(rows), dim)
         yield KernelCase(
             f"attention: {len(rows)} {name}",
-            partial(sparse_attention.sparse_attention, query, key, value, rows, **scaling),
-            partial(_attend_in_torch, query, key, value, RowsPlan.of(rows), **scaling),
+            partial(sparse_attention.sparse_attention, query, key, value, rows, params),
+            partial(_attend_in_torch, query, key, value, RowsPlan.of(rows), params),
             4.0 * dim * heads * float((rows + 1).sum()),
             size * (key.numel() + value.numel() + 2 * query.numel()),
             sparse_attention.attention_tile(dtype, dim, len(rows) * heads // kv_heads, kv_heads, device),
@@ -128,8 +128,8 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
     known = torch.ones(tokens, dtype=torch.bool, device=device)
     yield KernelCase(
         f"context score: {QUESTION_ROWS} question",
-        partial(context_score.context_scores, query, key, question, known, **scaling),
-        partial(plain_attention_weights, query, key, question, known, AttentionParams(**scaling)),
+        partial(context_score.context_scores, query, key, question, known, params),
+        partial(plain_attention_weights, query, key, question, known, params),
         4.0 * dim * heads * float((question + 1).sum()),
         size * (2 * key.numel() + query.numel()),
         default_tile(dtype, dim, QUESTION_ROWS * heads // kv_heads),
@@ -142,8 +142,8 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
         plan = StepPlan(buffers, positions, (tokens - 1,) * requests, (None,))
         yield KernelCase(
             f"attention: decode step of {requests}",
-            partial(table_attention, query, table, 0, positions, **scaling),
-            partial(_attend_in_torch, query, query, query, plan, **scaling),
+            partial(table_attention, query, table, 0, positions, params),
+            partial(_attend_in_torch, query, query, query, plan, params),
             4.0 * dim * heads * tokens * requests,
             size * requests * (key.numel() + value.numel()),
             sparse_attention.attention_tile(dtype, dim, heads // kv_heads, kv_heads, device),
@@ -180,10 +180,12 @@ def _place(place: Callable[[list[PlacementBlock]], None], blocks: list[Placement
     return blocks[0].into[:, :, :CHUNK]
 
 
-def _attend_in_torch(query: Tensor, key: Tensor, value: Tensor, plan: RowsPlan | StepPlan, *, scaling: float) -> Tensor:
+def _attend_in_torch(
+    query: Tensor, key: Tensor, value: Tensor, plan: RowsPlan | StepPlan, params: AttentionParams
+) -> Tensor:
     """Attend as the engine does; inside `without_kernels` that is torch's attention."""
     layer: Any = SimpleNamespace(layer_idx=0)
-    out, _ = dispatch.rows_attention(layer, query, key, value, None, scaling, fusion=plan, sliding_window=None)
+    out, _ = dispatch.rows_attention(layer, query, key, value, None, params.scaling, fusion=plan, sliding_window=None)
     return out
 
 

@@ -39,7 +39,7 @@ def register() -> None:
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
-def rows_attention(
+def rows_attention(  # noqa: PLR0913 called by transformers
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -87,35 +87,32 @@ def rows_attention(
                 out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
             return out, None
         mask = _causal(query, key) if attention_mask is None else attention_mask[..., : key.shape[2]]
-        return explicit_attention(query, key, value, mask, scaling, softcap, s_aux).transpose(1, 2).contiguous(), None
+        params = AttentionParams(scaling, softcap, sinks=s_aux)
+        return explicit_attention(query, key, value, mask, params).transpose(1, 2).contiguous(), None
 
     unsupported = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
     if unsupported:
         raise UnsupportedModel(f"{type(module).__name__} attends by {', '.join(unsupported)}, which is not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     window = _planned_window(fusion, layer) if sliding_window == UNKNOWN_WINDOW else sliding_window
+    params = AttentionParams(scaling, softcap, window, s_aux)
     if isinstance(fusion, StepPlan):
-        return _step_attention(query, fusion, layer, window, scaling, softcap, s_aux), None
+        return _step_attention(query, fusion, layer, params), None
     if fusion.observe is not None:
-        fusion.observe(layer, query, key, AttentionParams(scaling, softcap, window))
+        fusion.observe(layer, query, key, params)
     if isinstance(fusion, TablePlan):
         from qcfuse_rag.runtime.kernels.table_attention import table_attention
 
-        return table_attention(
-            query, fusion.table, layer, fusion.rows, scaling=scaling, softcap=softcap, window=window, sinks=s_aux
-        ), None
+        return table_attention(query, fusion.table, layer, fusion.rows, params), None
     visible = fusion.visible_at(layer)
     if visible is not None:
         key, value = key.index_select(2, visible), value.index_select(2, visible)
     bias = fusion.reader_bias
-    plain = softcap is None and s_aux is None
     sparse = len(fusion.rows) < fusion.length
     if visible is None and sparse and bias is None and supports_kernels(query, value):
         from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
 
-        return sparse_attention(
-            query, key, value, fusion.rows, scaling=scaling, softcap=softcap, window=window, sinks=s_aux
-        ), None
+        return sparse_attention(query, key, value, fusion.rows, params), None
     outputs = []
     for block in row_blocks_of(fusion, layer, window):
         q = query[:, :, block.start : block.stop]
@@ -123,12 +120,12 @@ def rows_attention(
         biased_mask = None
         if bias is not None and fusion.rows[block.stop - 1] >= bias.start:
             biased_mask = _biased_mask(fusion.rows[block.start : block.stop], block, bias, layer)
-        if plain:
+        if _is_plain(params):
             outputs.append(_fast_attention(q, k, v, block, scaling, biased_mask))
         elif biased_mask is not None:
-            outputs.append(explicit_attention(q, k, v, biased_mask, scaling, softcap, s_aux))
+            outputs.append(explicit_attention(q, k, v, biased_mask, params))
         else:
-            outputs += _explicit_block(q, k, v, block, scaling, softcap, s_aux)
+            outputs += _explicit_block(q, k, v, block, params)
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return out.transpose(1, 2).contiguous(), None  # some models call `view` on the result
 
@@ -137,30 +134,27 @@ def _planned_window(plan: RowsPlan | StepPlan | TablePlan, layer: int) -> int | 
     return None if plan.windows is None else plan.windows[layer]
 
 
-def _step_attention(
-    query: Tensor,
-    plan: StepPlan,
-    layer: int,
-    window: int | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _is_plain(params: AttentionParams) -> bool:
+    """Return whether torch's fused attention can compute the scores."""
+    return params.softcap is None and params.sinks is None
+
+
+def _step_attention(query: Tensor, plan: StepPlan, layer: int, params: AttentionParams) -> Tensor:
     """Attend with one row of each request to the keys in its buffer; return `[B, 1, Hq, Dv]`."""
     outputs = []
     for index, (buffer, position) in enumerate(zip(plan.buffers, plan.positions, strict=True)):
         last = position + 1
-        first = 0 if window is None else max(0, last - window)
+        first = 0 if params.window is None else max(0, last - params.window)
         row_query = query[index : index + 1]
         key, value = (side[layer][:, :, first:last] for side in (buffer.keys, buffer.values))
         block = RowBlock(0, 1, first, last, mask=None, causal=False)
         mask = None
         if buffer.reader_bias is not None and position >= buffer.reader_bias.start:
             mask = _biased_mask(plan.rows[index], block, buffer.reader_bias, layer)
-        if softcap is None and sinks is None:
-            out = _fast_attention(row_query, key, value, block, scaling, mask)
+        if _is_plain(params):
+            out = _fast_attention(row_query, key, value, block, params.scaling, mask)
         else:
-            out = explicit_attention(row_query, key, value, mask, scaling, softcap, sinks)
+            out = explicit_attention(row_query, key, value, mask, params)
         outputs.append(out.transpose(1, 2))
     return torch.cat(outputs).contiguous()
 
@@ -211,23 +205,17 @@ def _biased_mask(rows: Tensor, block: RowBlock, bias: ReaderBias, layer: int) ->
 
 
 def _explicit_block(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block: RowBlock,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, block: RowBlock, params: AttentionParams
 ) -> list[Tensor]:
     """Run the slow path on one block; the rows of full prefill go in parts, to bound memory."""
     if not block.causal:
-        return [explicit_attention(query, key, value, block.mask, scaling, softcap, sinks)]
+        return [explicit_attention(query, key, value, block.mask, params)]
     outputs = []
     for start in range(0, query.shape[2], ROWS_PER_BLOCK):
         part_query = query[:, :, start : start + ROWS_PER_BLOCK]
         stop = start + part_query.shape[2]
         k, v = key[:, :, :stop], value[:, :, :stop]
-        outputs.append(explicit_attention(part_query, k, v, _causal(part_query, k), scaling, softcap, sinks))
+        outputs.append(explicit_attention(part_query, k, v, _causal(part_query, k), params))
     return outputs
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,5 +59,5 @@ def attention_weights(
     if supports_kernels(query, key):
         from qcfuse_rag.runtime.kernels.context_score import context_scores
 
-        return context_scores(query, key, rows, known, **asdict(params), reduce=reduce)
+        return context_scores(query, key, rows, known, params, reduce=reduce)
     return plain_attention_weights(query, key, rows, known, params, reduce=reduce)

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.runtime.kernels.attend import NO_POSITION, exp2_scale, raw_scores
-from qcfuse_rag.runtime.kernels.launch import block_dim, check_extras, check_operands, default_tile, on_device
+from qcfuse_rag.runtime.kernels.launch import block_dim, check_operands, check_params, default_tile, on_device
 from qcfuse_rag.runtime.kernels.split_k import FEW_SPLITS, check_splits, num_splits
+from qcfuse_rag.runtime.rows import AttentionParams
 
 
 @triton.jit(do_not_specialize=["n_rows", "window"])
@@ -164,10 +165,8 @@ def context_scores(
     key: Tensor,
     rows: Tensor,
     known: Tensor,
+    params: AttentionParams,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    window: int | None = None,
     reduce: str = "mean",
     splits: int | None = None,
 ) -> Tensor:
@@ -180,9 +179,7 @@ def context_scores(
         key: `[1, Hkv, T, D]`, rotated; the content at positions that are not `known` is ignored.
         rows: `[R]` int64 positions of the queries, less than T.
         known: `[T]` bool, positions that hold a key; each row sees at least one of them.
-        scaling: factor on scores.
-        softcap: cap on scores, or None.
-        window: sliding window in tokens, or None.
+        params: how the layer computes scores; sinks take no part.
         reduce: `mean` or `max` over rows and heads.
         splits: parts to split the keys into, at most `FEW_SPLITS`; None chooses enough to fill the device.
 
@@ -193,7 +190,8 @@ def context_scores(
         ValueError: if shapes, dtypes or layouts of operands do not match.
     """
     check_operands(query, key, None, rows)
-    check_extras(query, scaling, window, None)
+    check_params(query, params)
+    window = params.window
     n_heads, n_rows, dim = query.shape[1:]
     kv_heads, n_keys = key.shape[1:3]
     if known.dtype != torch.bool or known.shape != (n_keys,) or not known.is_contiguous():
@@ -206,14 +204,14 @@ def context_scores(
         "BLOCK_DIM": block_dim(dim),
         "BLOCK_ROWS": tile.rows,
         "BLOCK_KEYS": tile.keys,
-        "CAPPED": softcap is not None,
+        "CAPPED": params.softcap is not None,
         "WINDOWED": window is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
     strides = (query.stride(1), query.stride(2), key.stride(1), key.stride(2))
-    score_settings = (scaling, softcap or 1.0, window or 0)
+    score_settings = (params.scaling, params.softcap or 1.0, window or 0)
     blocks = triton.cdiv(n_rows * group, tile.rows)
     if splits is None:
         seen = n_keys if window is None else min(n_keys, n_rows + window)  # if rows are adjacent

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.runtime.kernels.limits import DTYPES, MAX_DIM
+from qcfuse_rag.runtime.rows import AttentionParams
 
 
 @cache
@@ -128,14 +129,15 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor | None, rows: Tenso
         raise ValueError(f"rows are on {rows.device}, query on {query.device}")
 
 
-def check_extras(query: Tensor, scaling: float, window: int | None, sinks: Tensor | None) -> None:
-    """Check the scaling, window and sinks of an attention call.
+def check_params(query: Tensor, params: AttentionParams) -> None:
+    """Check how an attention call computes scores.
 
     Raises:
         ValueError: if one of them is invalid; the message names it.
     """
-    if scaling <= 0:
-        raise ValueError(f"scaling must be more than 0, got {scaling}")
+    if params.scaling <= 0:
+        raise ValueError(f"scaling must be more than 0, got {params.scaling}")
+    sinks, window = params.sinks, params.window
     if sinks is not None and (sinks.shape != query.shape[1:2] or not sinks.is_contiguous()):
         raise ValueError(f"sinks must be [{query.shape[1]}], got {tuple(sinks.shape)}")
     if window is not None and window < 1:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -23,8 +22,8 @@ from qcfuse_rag.runtime.kernels.launch import (
     LARGE_TILE,
     Tile,
     block_dim,
-    check_extras,
     check_operands,
+    check_params,
     default_tile,
     holds_large_tile,
     large_tile_fits,
@@ -36,6 +35,7 @@ from qcfuse_rag.runtime.kernels.limits import TOLERANCE, relative_error
 from qcfuse_rag.runtime.kernels.split_k import PartialResults, num_splits
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.reference_attention import explicit_attention
+from qcfuse_rag.runtime.rows import AttentionParams
 
 LOG = logging.getLogger(__name__)
 
@@ -65,11 +65,8 @@ def sparse_attention(
     key: Tensor,
     value: Tensor,
     rows: Tensor,
+    params: AttentionParams,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -80,10 +77,7 @@ def sparse_attention(
         key: `[1, Hkv, T, D]`, rotated, a view into a request's buffer; Hq is a multiple of Hkv.
         value: `[1, Hkv, T, Dv]`.
         rows: `[R]` int64 ascending positions less than T; a row sees the keys up to itself.
-        scaling: factor on scores.
-        softcap: cap on scores through tanh, or None.
-        window: sliding window in tokens, or None.
-        sinks: `[Hq]` logits that take part in the softmax only, or None.
+        params: how the layer computes scores.
         splits: parts to split the keys into, at most `MAX_SPLITS`; None chooses enough to fill the device.
         tile: block size of a program; None chooses the size that fills the device.
 
@@ -99,10 +93,7 @@ def sparse_attention(
         (key, value),
         rows[None],
         key.shape[2],
-        scaling=scaling,
-        softcap=softcap,
-        window=window,
-        sinks=sinks,
+        params,
         splits=splits,
         tile=tile,
     )
@@ -113,11 +104,8 @@ def launch_attention(
     kv: tuple[Tensor, Tensor] | TableKV,
     rows: Tensor,
     longest: int,
+    params: AttentionParams,
     *,
-    scaling: float,
-    softcap: float | None,
-    window: int | None,
-    sinks: Tensor | None,
     splits: int | None,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -128,17 +116,15 @@ def launch_attention(
         kv: `[1, Hkv, T, D]` keys and `[1, Hkv, T, Dv]` values of a single request, or a table of several requests.
         rows: `[B, R]` int64.
         longest: most keys that a row may see.
-        scaling: factor on scores; this and the following arguments are as in `sparse_attention`.
-        softcap: cap on scores.
-        window: sliding window.
-        sinks: `[Hq]` logits.
+        params: how the layer computes scores.
         splits: parts to split the keys into.
         tile: block size of a program.
 
     Returns:
         `[B, R, Hq, Dv]`.
     """
-    check_extras(query, scaling, window, sinks)
+    check_params(query, params)
+    window, sinks = params.window, params.sinks
     requests, n_heads, n_rows, dim = query.shape
     if isinstance(kv, TableKV):
         key = value = query
@@ -170,8 +156,8 @@ def launch_attention(
             *key.stride()[1:3],
             *value.stride()[1:3],
             n_rows,
-            scaling,
-            softcap or 1.0,
+            params.scaling,
+            params.softcap or 1.0,
             window or 0,
             BY_TABLE=isinstance(kv, TableKV),
             KV_DTYPE=triton_type(query.dtype),
@@ -183,7 +169,7 @@ def launch_attention(
             BLOCK_VALUE=block_dim(value_dim),
             BLOCK_ROWS=tile.rows,
             BLOCK_KEYS=tile.keys,
-            CAPPED=softcap is not None,
+            CAPPED=params.softcap is not None,
             WINDOWED=window is not None,
             SINKS=sinks is not None,
             SPLIT=splits > 1,
@@ -223,20 +209,18 @@ def supports_large_tile(device: torch.device, dtype: torch.dtype, dim: int) -> b
     )
     sinks = torch.randn(8, generator=generator, device=device)
     entries = KVTable.of([KVBuffer((key,), (value,))], [KVShape(2, dim, dim)], length).entries[0]
-    kinds: tuple[tuple[dict[str, Any], int], ...] = (
-        ({}, 1),
-        ({"window": LARGE_TILE.rows}, 1),
-        ({"softcap": 20.0, "sinks": sinks}, 2),
+    kinds = (
+        (AttentionParams(dim**-0.5), 1),
+        (AttentionParams(dim**-0.5, window=LARGE_TILE.rows), 1),
+        (AttentionParams(dim**-0.5, softcap=20.0, sinks=sinks), 2),
     )
     try:
-        for special, splits in kinds:
-            settings = {"scaling": dim**-0.5, "softcap": None, "window": None, "sinks": None, **special}
-            expected = sparse_attention_reference(query, key, value, rows, **settings)
-            tiled = {**settings, "splits": splits, "tile": LARGE_TILE}
+        for params, splits in kinds:
+            expected = sparse_attention_reference(query, key, value, rows, params)
             table = TableKV(entries, 2, dim, aligned=True)
             for result in (
-                sparse_attention(query, key, value, rows, **tiled),
-                launch_attention(query, table, rows[None], length, **tiled),
+                sparse_attention(query, key, value, rows, params, splits=splits, tile=LARGE_TILE),
+                launch_attention(query, table, rows[None], length, params, splits=splits, tile=LARGE_TILE),
             ):
                 if not relative_error(result, expected) <= TOLERANCE:
                     LOG.warning("attention of many rows uses smaller blocks: larger ones give other results here")
@@ -254,15 +238,9 @@ def sparse_attention_reference(
     key: Tensor,
     value: Tensor,
     rows: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    params: AttentionParams,
 ) -> Tensor:
     """Compute what `sparse_attention` does in float32 with a mask; the arguments are the same."""
     distance = rows[:, None] - torch.arange(key.shape[2], device=key.device)[None, :]
-    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    return explicit_attention(query.float(), key.float(), value.float(), visible, scaling, softcap, sinks).transpose(
-        1, 2
-    )
+    visible = distance >= 0 if params.window is None else (distance >= 0) & (distance < params.window)
+    return explicit_attention(query.float(), key.float(), value.float(), visible, params).transpose(1, 2)

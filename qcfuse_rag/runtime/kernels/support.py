@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,18 +109,17 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     query, key, value = (random(1, HEADS, ROWS, dim), *(random(1, KV_HEADS, TOKENS, dim) for _ in range(2)))
     known = torch.ones(TOKENS, dtype=torch.bool, device=device)
     errors = {}
-    plain: dict[str, Any] = {"scaling": dim**-0.5}
-    special: dict[str, Any] = {**plain, "softcap": 20.0, "window": TOKENS // 2}
-    sinks = {"sinks": random(HEADS)}
-    for name, settings, splits in (("", plain, 1), (" split", plain, 2), (" with window and cap", special, 2)):
-        attended = {**settings, **sinks} if splits == 2 else settings
+    plain = AttentionParams(dim**-0.5)
+    special = AttentionParams(dim**-0.5, softcap=20.0, window=TOKENS // 2, sinks=random(HEADS))
+    with_sinks = replace(plain, sinks=special.sinks)
+    for name, params, splits in (("", plain, 1), (" split", with_sinks, 2), (" with window and cap", special, 2)):
         errors[f"attention{name}"] = relative_error(
-            sparse_attention(query, key, value, rows, **attended, splits=splits),
-            sparse_attention_reference(query, key, value, rows, **attended),
+            sparse_attention(query, key, value, rows, params, splits=splits),
+            sparse_attention_reference(query, key, value, rows, params),
         )
         errors[f"context score{name}"] = relative_error(
-            context_scores(query, key, rows, known, **settings, splits=splits),
-            plain_attention_weights(query.float(), key.float(), rows, known, AttentionParams(**settings)),
+            context_scores(query, key, rows, known, params, splits=splits),
+            plain_attention_weights(query.float(), key.float(), rows, known, params),
         )
     # Checked and cached here, because it cannot be checked while a graph is recorded.
     supports_large_tile(device, dtype, dim)
@@ -132,12 +131,12 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     for side, appended in (("keys", fresh), ("values", values)):
         stored_rows = [getattr(buffer, side)[0][0, :, end] for buffer, end in zip(buffers, ends, strict=True)]
         errors[f"append {side}"] = relative_error(torch.stack(stored_rows), appended)
-    cases = (("", plain, ROWS, 1), (" split", {**special, **sinks}, ROWS, 2), (" of one row", plain, 1, 2))
-    for name, settings, n_rows, splits in cases:
+    cases = (("", plain, ROWS, 1), (" split", special, ROWS, 2), (" of one row", plain, 1, 2))
+    for name, params, n_rows, splits in cases:
         last = ends[:, -n_rows:].contiguous()
         errors[f"attention by table{name}"] = relative_error(
-            table_attention(queries[:, :, :n_rows], table, 0, last, **settings, splits=splits),
-            table_attention_reference(queries[:, :, :n_rows], buffers, 0, last, **settings),
+            table_attention(queries[:, :, :n_rows], table, 0, last, params, splits=splits),
+            table_attention_reference(queries[:, :, :n_rows], buffers, 0, last, params),
         )
     rope = LayerRope(10000.0 ** -(torch.arange(0, dim // 2 * 2, 2, device=device) / dim))
     for numbers in ("model", "int8"):

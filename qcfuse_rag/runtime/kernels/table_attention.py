@@ -18,6 +18,7 @@ from qcfuse_rag.runtime.kernels.attend import TABLE_COLUMNS
 from qcfuse_rag.runtime.kernels.launch import Tile, block_dim, on_device, triton_type
 from qcfuse_rag.runtime.kernels.sparse_attention import TableKV, launch_attention, sparse_attention_reference
 from qcfuse_rag.runtime.kv_table import KVTable
+from qcfuse_rag.runtime.rows import AttentionParams
 
 ROWS_PER_PROGRAM = 16
 """Rows of one head that one program writes."""
@@ -109,11 +110,8 @@ def table_attention(
     table: KVTable,
     layer: int,
     rows: Tensor,
+    params: AttentionParams,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -124,10 +122,7 @@ def table_attention(
         table: addresses of the buffers; Hq is a multiple of their heads.
         layer: index of the layer.
         rows: `[B, R]` int64 positions less than the table's `longest`; a row sees the keys up to itself.
-        scaling: factor on scores.
-        softcap: cap on scores through tanh, or None.
-        window: sliding window in tokens, or None.
-        sinks: `[Hq]` logits that take part in the softmax only, or None.
+        params: how the layer computes scores.
         splits: parts to split the keys into, at most `MAX_SPLITS`; None chooses enough to fill the device.
         tile: block size of a program; None chooses the size that fills the device.
 
@@ -145,10 +140,7 @@ def table_attention(
         TableKV(entries, shape.kv_heads, shape.value_dim, table.aligned),
         rows,
         table.longest,
-        scaling=scaling,
-        softcap=softcap,
-        window=window,
-        sinks=sinks,
+        params,
         splits=splits,
         tile=tile,
     )
@@ -159,21 +151,13 @@ def table_attention_reference(
     buffers: Sequence[KVBuffer],
     layer: int,
     rows: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    params: AttentionParams,
 ) -> Tensor:
     """Compute what `table_attention` does, request by request in float32."""
     results = []
     for request_query, buffer, positions in zip(query.split(1), buffers, rows, strict=True):
         key, value = (side[layer][:, :, : int(positions.max()) + 1] for side in (buffer.keys, buffer.values))
-        results.append(
-            sparse_attention_reference(
-                request_query, key, value, positions, scaling=scaling, softcap=softcap, window=window, sinks=sinks
-            )
-        )
+        results.append(sparse_attention_reference(request_query, key, value, positions, params))
     return torch.cat(results)
 
 

@@ -38,6 +38,7 @@ from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
 from qcfuse_rag.runtime.kernels.split_k import MAX_SPLITS, TWO_SPLITS, PartialResults
 from qcfuse_rag.runtime.kernels.table_attention import append_rows, table_attention
 from qcfuse_rag.runtime.kv_table import KVTable
+from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.quantization import LOSSLESS, quantize
 
 FP8_SINCE, LARGE_TILE_ARCHITECTURES = 89, (90, 100)
@@ -87,24 +88,23 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         shapes = (KVShape(kv_heads, dim, dim),)
         buffer = KVBuffer.allocate(shapes, 64, dtype=dtype, device=CPU)
         table = KVTable.of([buffer, buffer], shapes, 64)
-        plain: dict[str, Any] = {"scaling": 0.1}
-        scored = {**plain, "softcap": 30.0, "window": 100}
+        plain = AttentionParams(0.1)
+        special = AttentionParams(0.1, softcap=30.0, window=100, sinks=torch.zeros(heads, dtype=dtype))
         several = decode_query.expand(-1, -1, 40, -1), table, 0, rows.expand(2, -1).contiguous()
-        special = {**scored, "sinks": torch.zeros(heads, dtype=dtype), "splits": 1}
         for operands in (several, (decode_query, table, 0, ends)):
-            yield name, dim, partial(table_attention, *operands, **special)
+            yield name, dim, partial(table_attention, *operands, special, splits=1)
         if architecture == DIRECT_ON and dtype != torch.float32:  # which has one tile for any number of rows
-            yield name, dim, partial(sparse_attention, query, key, key, rows, **special)
+            yield name, dim, partial(sparse_attention, query, key, key, rows, special, splits=1)
         if is_main and architecture == SPLIT_ON:
-            yield name, dim, partial(table_attention, decode_query, table, 0, ends, **plain, splits=2)
+            yield name, dim, partial(table_attention, decode_query, table, 0, ends, plain, splits=2)
         if architecture in LARGE_TILE_ARCHITECTURES and large_tile_fits(dtype, dim):  # two loops without a window
-            yield name, dim, partial(table_attention, *several, **plain, splits=1, tile=LARGE_TILE)
+            yield name, dim, partial(table_attention, *several, plain, splits=1, tile=LARGE_TILE)
         if architecture != architectures[0] and not is_main:
             continue  # the other kernels need less than attention
         for splits in (TWO_SPLITS, MAX_SPLITS):
             yield name, dim, partial(PartialResults.of(query, splits).combine, query)
         for splits in (1, 3) if is_main and architecture == SPLIT_ON else (3,):
-            yield name, dim, partial(context_scores, query, key, rows, known, **scored, splits=splits)
+            yield name, dim, partial(context_scores, query, key, rows, known, special, splits=splits)
         for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
             yield name, dim, partial(append_rows, keys, keys, table, 0, at)
         for channels in (dim, 8192):

@@ -15,6 +15,7 @@ from qcfuse_rag.runtime.kernels import sparse_attention as attention
 from qcfuse_rag.runtime.kernels.context_score import context_scores
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention, sparse_attention_reference
 from qcfuse_rag.runtime.kernels.table_attention import table_attention, table_attention_reference
+from qcfuse_rag.runtime.rows import AttentionParams
 from tests.runtime.kernels.operands import DTYPES, TOLERANCE, operands, relative_error, tabled
 from tests.support.recorders import DEVICE
 
@@ -33,9 +34,10 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_is_that_of_the_reference(shape: str, dtype: torch.dtype) -> None:
     query, key, value, rows = operands(*SHAPES[shape], dtype)
-    result = sparse_attention(query, key, value, rows, scaling=0.2)
+    params = AttentionParams(0.2)
+    result = sparse_attention(query, key, value, rows, params)
     assert result.dtype == dtype
-    assert relative_error(result, sparse_attention_reference(query, key, value, rows, scaling=0.2)) < TOLERANCE[dtype]
+    assert relative_error(result, sparse_attention_reference(query, key, value, rows, params)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("splits", [1, 5])
@@ -45,18 +47,17 @@ def test_attention_with_windows_caps_and_sinks(
     splits: int, sinks: bool, window: int | None, softcap: float | None
 ) -> None:
     query, key, value, rows = operands(6, 2, [2, 64, 127, 128, 250, 399], 400, 64, 32, torch.float32)
-    settings = {"scaling": 0.3, "softcap": softcap, "window": window, "sinks": torch.randn(6) if sinks else None}
-    settings["sinks"] = settings["sinks"].to(DEVICE) if sinks else None  # type: ignore[union-attr]
-    result = sparse_attention(query, key, value, rows, splits=splits, **settings)  # type: ignore[arg-type]
-    expected = sparse_attention_reference(query, key, value, rows, **settings)  # type: ignore[arg-type]
+    params = AttentionParams(0.3, softcap, window, torch.randn(6).to(DEVICE) if sinks else None)
+    result = sparse_attention(query, key, value, rows, params, splits=splits)
+    expected = sparse_attention_reference(query, key, value, rows, params)
     assert relative_error(result, expected) < 1e-5
 
 
 def test_keys_after_the_last_row_are_not_read() -> None:
     query, key, value, rows = operands(2, 1, [3, 9], 100, 64, 64, torch.float32)
     key[:, :, 10:], value[:, :, 10:] = float("nan"), float("nan")
-    result = sparse_attention(query, key, value, rows, scaling=1.0)
-    expected = sparse_attention_reference(query, key[:, :, :10], value[:, :, :10], rows, scaling=1.0)
+    result = sparse_attention(query, key, value, rows, AttentionParams(1.0))
+    expected = sparse_attention_reference(query, key[:, :, :10], value[:, :, :10], rows, AttentionParams(1.0))
     assert relative_error(result, expected) < 1e-5
 
 
@@ -68,13 +69,13 @@ def test_the_large_tile_agrees_with_the_reference(
 ) -> None:
     """Rows at both ends of the prompt, with keys that all rows of a block see and keys that only some see."""
     rows = [0, 1, 2, *range(120, 400, 3)]
-    settings: dict[str, Any] = {"scaling": 0.2, "softcap": softcap, "window": window}
+    params = AttentionParams(0.2, softcap, window)
     tensors = operands(4, 2, rows, 400, 64, 64, dtype)
-    result = sparse_attention(*tensors, **settings, tile=launch.LARGE_TILE, splits=splits)
-    assert relative_error(result, sparse_attention_reference(*tensors, **settings)) < TOLERANCE[dtype]
+    result = sparse_attention(*tensors, params, tile=launch.LARGE_TILE, splits=splits)
+    assert relative_error(result, sparse_attention_reference(*tensors, params)) < TOLERANCE[dtype]
     query, buffers, table, at = tabled([rows, [*range(len(rows))]], 4, 2, 64, 64, dtype, layers=1)
-    result = table_attention(query, table, 0, at, **settings, tile=launch.LARGE_TILE, splits=splits)
-    assert relative_error(result, table_attention_reference(query, buffers, 0, at, **settings)) < TOLERANCE[dtype]
+    result = table_attention(query, table, 0, at, params, tile=launch.LARGE_TILE, splits=splits)
+    assert relative_error(result, table_attention_reference(query, buffers, 0, at, params)) < TOLERANCE[dtype]
 
 
 def test_the_large_tile_is_used_for_enough_rows_to_fill_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +127,6 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         ((torch.zeros(1, 4, 2, 300), torch.zeros(1, 2, 6, 300), value, rows), "at most 256"),
     ):
         with pytest.raises(ValueError, match=message):
-            sparse_attention(*bad[:4], **({"scaling": 1.0} | (bad[4] if len(bad) > 4 else {})))  # type: ignore[misc]
+            sparse_attention(*bad[:4], AttentionParams(**({"scaling": 1.0} | dict(*bad[4:]))))  # type: ignore[misc]
     with pytest.raises(ValueError, match="known must be"):
-        context_scores(query, key, rows, torch.ones(5, dtype=torch.bool), scaling=1.0)
+        context_scores(query, key, rows, torch.ones(5, dtype=torch.bool), AttentionParams(1.0))

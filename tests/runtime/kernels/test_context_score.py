@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 import torch
 
@@ -30,7 +28,7 @@ def test_context_scores_are_those_of_the_reference(
     known[rows] = True
     poisoned = key.masked_fill(~known[None, None, :, None], float("nan"))
     params = AttentionParams(0.2, softcap, window)
-    result = context_scores(query, poisoned, rows, known, **asdict(params), reduce=reduce, splits=splits)
+    result = context_scores(query, poisoned, rows, known, params, reduce=reduce, splits=splits)
     clean = key.masked_fill(~known[None, None, :, None], 0.0)
     expected = attention_weights(query.float(), clean.float(), rows, known, params, reduce=reduce)
     assert relative_error(result, expected) < TOLERANCE[dtype]
@@ -44,12 +42,12 @@ def test_context_scores_of_many_rows_and_a_few_channels() -> None:
     known = torch.ones(100, dtype=torch.bool, device=DEVICE)
     expected = attention_weights(query, key, rows, known, AttentionParams(0.1))
     for splits in (1, 3):  # the first rows see no key of the last part
-        result = context_scores(query, key, rows, known, scaling=0.1, splits=splits)
+        result = context_scores(query, key, rows, known, AttentionParams(0.1), splits=splits)
         assert relative_error(result, expected) < 1e-5
 
 
 def test_the_same_prompt_gets_the_same_scores() -> None:
     query, key, _, rows = operands(6, 2, list(range(60, 100)), 100, 64, 64, torch.float32)
     known = torch.ones(100, dtype=torch.bool, device=DEVICE)
-    first, second = (context_scores(query, key, rows, known, scaling=0.1) for _ in range(2))
+    first, second = (context_scores(query, key, rows, known, AttentionParams(0.1)) for _ in range(2))
     assert torch.equal(first, second)

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from qcfuse_rag.runtime.kernels import split_k as parts
 from qcfuse_rag.runtime.kernels.context_score import context_scores
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention, sparse_attention_reference
+from qcfuse_rag.runtime.rows import AttentionParams
 from tests.runtime.kernels.operands import operands, relative_error
 from tests.support.recorders import DEVICE
 
@@ -39,13 +40,13 @@ def test_more_parts_than_can_be_combined_are_refused() -> None:
     known = torch.ones(10, dtype=torch.bool, device=DEVICE)
     for splits in (0, parts.MAX_SPLITS + 1):
         with pytest.raises(ValueError, match="split into 1 to 128 parts"):
-            sparse_attention(query, key, value, rows, scaling=1.0, splits=splits)
+            sparse_attention(query, key, value, rows, AttentionParams(1.0), splits=splits)
         with pytest.raises(ValueError, match="split into 1 to 32 parts"):
-            context_scores(query, key, rows, known, scaling=1.0, splits=splits)
+            context_scores(query, key, rows, known, AttentionParams(1.0), splits=splits)
 
 
 @pytest.mark.parametrize("splits", [parts.TWO_SPLITS, 3, parts.FEW_SPLITS, parts.FEW_SPLITS + 1, parts.MAX_SPLITS])
 def test_parts_are_combined(splits: int) -> None:
     query, key, value, rows = operands(2, 1, [1500, 2100], 2112, 16, 16, torch.float32)
-    result = sparse_attention(query, key, value, rows, scaling=0.3, splits=splits)
-    assert relative_error(result, sparse_attention_reference(query, key, value, rows, scaling=0.3)) < 1e-5
+    result = sparse_attention(query, key, value, rows, AttentionParams(0.3), splits=splits)
+    assert relative_error(result, sparse_attention_reference(query, key, value, rows, AttentionParams(0.3))) < 1e-5

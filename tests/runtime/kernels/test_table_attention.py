@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ pytest.importorskip("triton")
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.table_attention import append_rows, table_attention, table_attention_reference
 from qcfuse_rag.runtime.kv_table import KVTable
+from qcfuse_rag.runtime.rows import AttentionParams
 from tests.runtime.kernels.operands import DTYPES, TOLERANCE, relative_error, tabled
 from tests.support.recorders import DEVICE
 
@@ -37,8 +36,8 @@ def test_rows_attend_to_their_own_requests_buffer(
 ) -> None:
     query, buffers, table, at = tabled(rows, heads, kv_heads, dim, value_dim, dtype)
     for layer in range(2):
-        result = table_attention(query, table, layer, at, scaling=0.2, splits=splits)
-        expected = table_attention_reference(query, buffers, layer, at, scaling=0.2)
+        result = table_attention(query, table, layer, at, AttentionParams(0.2), splits=splits)
+        expected = table_attention_reference(query, buffers, layer, at, AttentionParams(0.2))
         assert result.shape == expected.shape == (*at.shape, heads, value_dim)
         assert result.dtype == dtype
         assert relative_error(result, expected) < TOLERANCE[dtype]
@@ -51,10 +50,9 @@ def test_rows_of_several_requests_with_windows_caps_and_sinks(
     splits: int, sinks: bool, window: int | None, softcap: float | None
 ) -> None:
     query, buffers, table, rows = tabled([[5, 300, 399], [18, 19, 20], [0, 1, 128]], 6, 2, 64, 32, torch.float32)
-    settings: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "window": window}
-    settings["sinks"] = torch.randn(6).to(DEVICE) if sinks else None
-    result = table_attention(query, table, 1, rows, splits=splits, **settings)
-    assert relative_error(result, table_attention_reference(query, buffers, 1, rows, **settings)) < 1e-5
+    params = AttentionParams(0.3, softcap, window, torch.randn(6).to(DEVICE) if sinks else None)
+    result = table_attention(query, table, 1, rows, params, splits=splits)
+    assert relative_error(result, table_attention_reference(query, buffers, 1, rows, params)) < 1e-5
 
 
 @pytest.mark.parametrize("rows", [[[7], [0], [30]], [[1, 2, 7], [0, 3, 5], [9, 30, 30]]], ids=["one row", "several"])
@@ -77,18 +75,19 @@ def test_rows_are_written_at_their_positions_and_nowhere_else(rows: list[list[in
 
 def test_rows_that_do_not_fit_are_refused() -> None:
     query, buffers, table, rows = tabled([[7], [0]], 4, 2, 64, 64, torch.float32)
+    plain = AttentionParams(1.0)
     for call, message in (
-        (lambda: table_attention(query[:1], table, 0, rows[:1], scaling=1.0), "a table of 1 requests"),
-        (lambda: table_attention(query, table, 0, rows[:1], scaling=1.0), r"rows must be \[2, 1\] int64"),
-        (lambda: table_attention(query, table, 0, rows[:, 0], scaling=1.0), r"rows must be \[2, 1\] int64"),
-        (lambda: table_attention(query[..., :32], table, 0, rows, scaling=1.0), "64 channels side by side"),
-        (lambda: table_attention(query[..., ::2], table, 0, rows, scaling=1.0), "64 channels side by side"),
-        (lambda: table_attention(query[:, :3], table, 0, rows, scaling=1.0), "3 query heads over 2 key heads"),
+        (lambda: table_attention(query[:1], table, 0, rows[:1], plain), "a table of 1 requests"),
+        (lambda: table_attention(query, table, 0, rows[:1], plain), r"rows must be \[2, 1\] int64"),
+        (lambda: table_attention(query, table, 0, rows[:, 0], plain), r"rows must be \[2, 1\] int64"),
+        (lambda: table_attention(query[..., :32], table, 0, rows, plain), "64 channels side by side"),
+        (lambda: table_attention(query[..., ::2], table, 0, rows, plain), "64 channels side by side"),
+        (lambda: table_attention(query[:, :3], table, 0, rows, plain), "3 query heads over 2 key heads"),
         (lambda: append_rows(query[:, :2], query[:, :1], table, 0, rows), "do not go into buffers"),
         (lambda: append_rows(query, query, table, 0, rows), "do not go into buffers"),
         (lambda: append_rows(query[:, :2], query[:, :2].repeat_interleave(2, 3)[..., ::2], table, 0, rows), "side"),
-        (lambda: table_attention(query.half(), table, 0, rows, scaling=1.0), "float16 over buffers of torch.float32"),
-        (lambda: table_attention(query, table, 0, rows, scaling=1.0, window=0), "window must be at least 1"),
+        (lambda: table_attention(query.half(), table, 0, rows, plain), "float16 over buffers of torch.float32"),
+        (lambda: table_attention(query, table, 0, rows, AttentionParams(1.0, window=0)), "window must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
