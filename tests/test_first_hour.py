@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.serving import free_port
 
 ROOT = Path(__file__).parent.parent
 PROJECTS = (ROOT, ROOT / "integrations" / "llama-index-llms-qcfuse", ROOT / "integrations" / "langchain-qcfuse")
@@ -56,6 +57,7 @@ LANGCHAIN = """
 from langchain_core.documents import Document
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
 from qcfuse_rag.bundled import corpus, default_model
+from tests.support.serving import free_port
 
 chat = ChatQCFuse(model=default_model(), store="kv")
 documents = [Document(corpus()[name], metadata={"source": name}) for name in ("23-merrin-hospital.md", "24-weather.md")]
@@ -121,9 +123,7 @@ def interrupted(qcfuse: Path, arguments: list[str], cwd: Path) -> int:
 
 def ask_server(qcfuse: Path, arguments: list[str], cwd: Path, request: dict[str, Any]) -> dict[str, Any]:
     """Serve on a free port, send one chat request when the server is up, and return its answer."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     arguments = [*arguments[: arguments.index("--port")], "--port", str(port), *FEW]
     with subprocess.Popen(
         [str(qcfuse), *arguments], cwd=cwd, env=outside(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from tests.support.cli import Run
 from tests.support.engines import METHOD_OPTIONS
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.serving import free_port
 
 
 @pytest.fixture
@@ -263,9 +263,7 @@ def test_help_shows_what_stands_in_brackets(run: Run, monkeypatch: pytest.Monkey
 @pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
 def test_a_server_that_is_ended_closes_its_store(model_folder: str, tmp_path: Path) -> None:
     """What was counted since it began is written then; systemd and Kubernetes end by SIGTERM."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     with FusionEngine.load(model_folder, store=tmp_path / "lib" / "kv", method=make_method("qcfuse")) as engine:
         engine.warm(PASSAGES)
         before = sum(entry.uses or 0.0 for entry in engine.store.entries())
@@ -305,7 +303,7 @@ def test_a_server_that_is_ended_closes_its_store(model_folder: str, tmp_path: Pa
     ],
 )
 def test_what_cannot_be_is_one_line(run: Run, model_folder: str, arguments: list[str], message: str) -> None:
-    code, _, err = run(*(model_folder if one == "MODEL" else one for one in arguments))
+    code, _, err = run(*(model_folder if argument == "MODEL" else argument for argument in arguments))
     assert (code, message in err, "Traceback" in err) == (1, True, False), err
 
 

@@ -47,13 +47,13 @@ def printed(renderable: object) -> list[str]:
 def test_every_question_has_its_answer_in_its_document() -> None:
     known = demonstration_questions()
     assert len(known) >= 24
-    assert all(one.answers[0] in corpus()[one.documents[0]] for one in known)
+    assert all(question.answers[0] in corpus()[question.documents[0]] for question in known)
 
 
 def test_a_newcomer_sees_a_few_questions_and_may_see_all() -> None:
     assert len(chosen_questions(DemoOptions())) == SHOWN
     assert chosen_questions(DemoOptions(all=True)) == demonstration_questions()
-    assert [one.question for one in chosen_questions(DemoOptions(question="Who?"))] == ["Who?"]
+    assert [question.question for question in chosen_questions(DemoOptions(question="Who?"))] == ["Who?"]
 
 
 def test_both_answers_are_timed_and_only_the_fused_one_reuses(engine: FusionEngine) -> None:

@@ -180,7 +180,7 @@ def test_a_library_forgets_passages_as_well_and_is_wiped_with_them(run: Run, fol
     (library / "passages_of_mine").mkdir()
     (library / "passages_of_mine" / "passages.jsonl").write_text("mine")
     assert run.json("store", "forget", "--store", library, "boats")["passages"] == 1
-    assert [one.source for one in PassageIndex.load(library / "passages").passages] == ["mills"]
+    assert [passage.source for passage in PassageIndex.load(library / "passages").passages] == ["mills"]
     run.json("store", "wipe", "--store", library, "--yes")
     assert {path.name for path in library.rglob("*") if path.is_file()} == {"mine.txt", "passages.jsonl"}
     assert not (library / "passages").exists()

@@ -375,7 +375,8 @@ def test_documents_with_a_tag_shape_only_what_their_readers_read(
     run.json("warm", "run", documents, *about)
     with DiskStore(store / KV_FOLDER) as kept:
         opened = [kept.open(entry.address) for entry in kept.entries()]
-    enriched = {one[0].ids: one[1].context for one in opened if isinstance(one, tuple) and one[0].base == "enriched"}
+    kept_entries = [entry for entry in opened if isinstance(entry, tuple)]
+    enriched = {key.ids: chunk.context for key, chunk in kept_entries if key.base == "enriched"}
     met = [context for context in enriched.values() if context]
     assert len(enriched) == 4
     assert len(met) == 4, "each has met the documents all may read"

@@ -77,10 +77,10 @@ def store_victim_as_answer() -> Answer:
     return answer
 
 
-def same(one: ChunkKV, other: ChunkKV) -> bool:
+def same(chunk: ChunkKV, other: ChunkKV) -> bool:
     """Return whether keys, values and rankings of two chunks are equal to the last bit."""
-    names = one.names()
-    return names == other.names() and all(torch.equal(one.blocks[name], other.blocks[name]) for name in names)
+    names = chunk.names()
+    return names == other.names() and all(torch.equal(chunk.blocks[name], other.blocks[name]) for name in names)
 
 
 def victim_under(engine: FusionEngine, base: Base) -> ChunkKV:

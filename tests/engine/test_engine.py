@@ -182,10 +182,10 @@ def test_chunks_warmed_alone_are_the_same_bytes_whatever_is_warmed_beside_or_bef
     engines[0].warm(PASSAGES, batch_tokens=1)
     engines[1].warm(PASSAGES[::-1], batch_tokens=1)
     engines[2].warm([PASSAGES[1]], batch_tokens=1)
-    one, other, alone = (stored(engine, PASSAGES[1]) for engine in engines)
-    for name in one.names():
-        assert torch.equal(one.blocks[name], other.blocks[name])
-        assert torch.equal(one.blocks[name], alone.blocks[name])
+    first, other, alone = (stored(engine, PASSAGES[1]) for engine in engines)
+    for name in first.names():
+        assert torch.equal(first.blocks[name], other.blocks[name])
+        assert torch.equal(first.blocks[name], alone.blocks[name])
 
 
 def test_stored_keys_are_unrotated(engine: FusionEngine) -> None:

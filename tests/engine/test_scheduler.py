@@ -53,9 +53,9 @@ def engine(engine: FusionEngine) -> FusionEngine:
 
 @pytest.fixture
 def scheduler(engine: FusionEngine) -> Iterator[Scheduler]:
-    one = Scheduler(engine, SchedulerSettings(active=4, waiting=3))
-    yield one
-    one.close(drain=False)
+    scheduler = Scheduler(engine, SchedulerSettings(active=4, waiting=3))
+    yield scheduler
+    scheduler.close(drain=False)
 
 
 def prompts(engine: FusionEngine) -> list[Prompt]:
@@ -76,14 +76,14 @@ def test_a_step_of_several_requests_is_a_step_of_each(family_name: str, tokenize
     lm = engine.lm
     given = [engine.prefill(prompt, answer_tokens=2) for prompt in prompts(engine)]
     alone = [engine.prefill(prompt, answer_tokens=2) for prompt in prompts(engine)]
-    tokens = [int(one.logits.argmax()) for one in given]
-    positions = [len(one.prompt) for one in given]
-    together = forward_step(lm, tokens, positions, [one.buffer for one in given])
-    for one, token, position, logits in zip(alone, tokens, positions, together, strict=True):
+    tokens = [int(prefilled.logits.argmax()) for prefilled in given]
+    positions = [len(prefilled.prompt) for prefilled in given]
+    together = forward_step(lm, tokens, positions, [prefilled.buffer for prefilled in given])
+    for prefilled, token, position, logits in zip(alone, tokens, positions, together, strict=True):
         plan = RowsPlan.of(torch.tensor([position]), lm.sliding)
-        expected = forward_rows(lm, torch.tensor([token]), plan, one.buffer)
+        expected = forward_rows(lm, torch.tensor([token]), plan, prefilled.buffer)
         assert float((logits - expected).abs().max()) < 1e-4
-        for ours, theirs in zip(given[alone.index(one)].buffer.keys, one.buffer.keys, strict=True):
+        for ours, theirs in zip(given[alone.index(prefilled)].buffer.keys, prefilled.buffer.keys, strict=True):
             assert float((ours[:, :, position] - theirs[:, :, position]).abs().max()) < 1e-4
 
 
@@ -237,7 +237,7 @@ def test_a_full_queue_refuses(engine: FusionEngine, scheduler: Scheduler, monkey
     held.set()
     with pytest.raises(CancelledError):
         waiting[1].result(20)
-    assert len({one.result(20).ids for one in (first, waiting[0], waiting[2], late)}) == 1
+    assert len({request.result(20).ids for request in (first, waiting[0], waiting[2], late)}) == 1
 
 
 def test_what_cannot_fit_is_refused_at_once(engine: FusionEngine, scheduler: Scheduler) -> None:
@@ -275,8 +275,8 @@ def test_requests_are_taken_in_turn_with_steps_between_them(
             answers = [scheduler.submit(prompt, SamplingParams(max_new_tokens=30)) for prompt in given]
         for answer in answers:
             answer.result(20)
-    assert [one for one in events if one != "step"] == [f"prefill {index}" for index in range(4)]
-    places = [place for place, one in enumerate(events) if one != "step"]
+    assert [event for event in events if event != "step"] == [f"prefill {index}" for index in range(4)]
+    places = [place for place, event in enumerate(events) if event != "step"]
     assert [b - a - 1 for a, b in pairwise(places)] == steps
     assert len(events) > places[-1] + 3, "and goes on when all have begun"
 
@@ -348,8 +348,8 @@ class Recorded:
 
 def submit_together(scheduler: Scheduler, *prompts: Prompt) -> list[RequestHandle]:
     with scheduler._changed:  # so that none is taken before all are there
-        one = SamplingParams(max_new_tokens=1)
-        return [scheduler.submit(prompt, one, method=make_method("full")) for prompt in prompts]
+        one_token = SamplingParams(max_new_tokens=1)
+        return [scheduler.submit(prompt, one_token, method=make_method("full")) for prompt in prompts]
 
 
 @pytest.mark.slow
@@ -505,9 +505,9 @@ def test_answers_go_on_while_a_long_prompt_is_prefilled(engine: FusionEngine, mo
 @pytest.mark.slow
 def test_active_requests_share_a_bound_of_bytes(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
-    one = (len(prompt) + LONG.max_new_tokens) * engine.lm.kv_bytes_per_token
+    request_bytes = (len(prompt) + LONG.max_new_tokens) * engine.lm.kv_bytes_per_token
     most = 0
-    with Scheduler(engine, SchedulerSettings(kv_bytes=2 * one)) as scheduler:
+    with Scheduler(engine, SchedulerSettings(kv_bytes=2 * request_bytes)) as scheduler:
         answers = [scheduler.submit(prompt, LONG) for _ in range(5)]
         while any(answer.generation is None for answer in answers):
             most = max(most, scheduler.active)

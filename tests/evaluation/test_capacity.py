@@ -35,15 +35,15 @@ def test_by_hand() -> None:
     )
     assert found.kv_bytes_per_token == 20
     assert found.corpus_bytes == 3 * 3600 * 100 * 20
-    one = 3 * 100 * (2000 + 2 * 50) / 1e6
-    assert found.warming_hours == pytest.approx(one)  # 3,600 of them
+    hours = 3 * 100 * (2000 + 2 * 50) / 1e6
+    assert found.warming_hours == pytest.approx(hours)  # 3,600 of them
     full = 400 * (2000 + 2 * 200) / 1e6
     assert found.full_ttft_s == pytest.approx(full)
     assert found.tiers["near"].compute_s == pytest.approx(full / 10)
     assert found.tiers["near"].ttft_s == pytest.approx(full / 10), "loading takes less, and goes on beside it"
     assert found.tiers["far"].ttft_s == pytest.approx(400 * 20 / 1e3)
     assert found.tiers["far"].times_as_fast < 1, "slower than not loading at all"
-    assert found.break_even_uses == pytest.approx(one / ((full - full / 10) / 4))
+    assert found.break_even_uses == pytest.approx(hours / ((full - full / 10) / 4))
 
 
 def test_recomputing_everything_never_pays(run: Run) -> None:

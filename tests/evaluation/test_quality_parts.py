@@ -61,7 +61,7 @@ def test_without_rouge_score_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def keys(names: str, *, ratios: tuple[float, ...] = (), bases: tuple[str, ...] = ()) -> list[Any]:
-    return [one.key for one in configurations(split_names(names), ratios, bases)]
+    return [configuration.key for configuration in configurations(split_names(names), ratios, bases)]
 
 
 def test_methods_are_crossed_with_what_they_take() -> None:
@@ -87,8 +87,10 @@ def test_the_control_stands_on_the_bases_of_the_methods_it_controls() -> None:
 
 def test_a_name_can_carry_parameters() -> None:
     label = "qcfuse[anchor_ratio=0.3,layers=1+2]"
-    one = configurations(split_names(f"{label}, reuse"), [0.1])[1]
-    assert (one.label, one.method.probe.layers, one.method.probe.anchor_ratio) == (label, (1, 2), 0.3)  # type: ignore[union-attr]
+    configuration = configurations(split_names(f"{label}, reuse"), [0.1])[1]
+    assert configuration.label == label
+    probe = configuration.method.probe
+    assert (probe.layers, probe.anchor_ratio) == ((1, 2), 0.3)  # type: ignore[union-attr]
     assert keys("epic[ratio=none,n_tokens=4,base=framed]", ratios=(0.1, 0.2), bases=("blind",))[1:] == [
         ("epic[ratio=none,n_tokens=4,base=framed]", "framed", None)
     ]

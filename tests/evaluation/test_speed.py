@@ -281,9 +281,9 @@ def test_floors_follow_the_best_rates_that_were_found() -> None:
     prefill = [{**row, "tier": tier} for tier in ("memory", "device", "throttled")]
     result = {"prefill": prefill, "decode": [{"bytes": 1e9, "step_s": 0.5}]}
     add_floors(result, best, throttle=2.5e8)
-    assert [one["arithmetic_s"] for one in prefill] == [2.0] * 3
-    assert [one["loading_s"] for one in prefill] == [0.5, 0.4, 4.0]
-    assert [one["of_floor"] for one in prefill] == [0.5, 0.5, 1.0]
+    assert [row["arithmetic_s"] for row in prefill] == [2.0] * 3
+    assert [row["loading_s"] for row in prefill] == [0.5, 0.4, 4.0]
+    assert [row["of_floor"] for row in prefill] == [0.5, 0.5, 1.0]
     assert [row["speedup_calculated"] for row in prefill] == [2.0] * 3, "full prefill's arithmetic takes 8 s"
     assert result["decode"][0]["bytes_s"] == 0.2
     assert result["decode"][0]["of_floor"] == 0.4

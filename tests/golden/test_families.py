@@ -129,12 +129,12 @@ def test_changing_a_token_leaves_every_earlier_row_unchanged(
     other_chunk = replace(last.segment, ids=tuple(other_ids))
     WarmJob(PrefillTarget(engine.lm, engine.store, prompt.prefix_ids), [other_chunk.ids], bases=(FRAMED,)).run()
     changed = replace(prompt, segments=tuple(other_chunk if s is last.segment else s for s in prompt.segments))
-    one, other = (engine.prefill(p, method=method) for p in (prompt, changed))
-    assert one.report.selected == other.report.selected
+    before, other = (engine.prefill(p, method=method) for p in (prompt, changed))
+    assert before.report.selected == other.report.selected
     for layer in range(engine.lm.n_layers):
-        assert error(one.buffer.keys[layer][:, :, :at], other.buffer.keys[layer][:, :, :at]) <= 1e-5
-        assert error(one.buffer.values[layer][:, :, :at], other.buffer.values[layer][:, :, :at]) <= 1e-5
-    assert error(one.logits, other.logits) > TOLERANCE
+        assert error(before.buffer.keys[layer][:, :, :at], other.buffer.keys[layer][:, :, :at]) <= 1e-5
+        assert error(before.buffer.values[layer][:, :, :at], other.buffer.values[layer][:, :, :at]) <= 1e-5
+    assert error(before.logits, other.logits) > TOLERANCE
 
 
 def test_the_engines_own_check_passes(family: LanguageModel) -> None:

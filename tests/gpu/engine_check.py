@@ -96,7 +96,7 @@ def _together(engine: FusionEngine) -> list[str]:
         handles = [scheduler.submit(prompt, PARAMS) for prompt in prompts]
         together = [handle.result() for handle in handles]
     pairs = zip(alone, together, strict=True)
-    return [f"{_equal(one.ids, other.ids)} of {len(one.ids)}" for one, other in pairs]
+    return [f"{_equal(answer.ids, other.ids)} of {len(answer.ids)}" for answer, other in pairs]
 
 
 def _equal(ids: Sequence[int], expected: Sequence[int]) -> int:

@@ -48,4 +48,4 @@ def test_answers_do_not_depend_on_the_tier(numbers: str, tmp_path: Path, tokeniz
         engines[2].warm(PASSAGES)
         prompt = engines[0].prompt(QUESTION, PASSAGES)
         logits = [engine.prefill(prompt, method=make_method("reuse", base=FRAMED)).logits for engine in engines]
-        assert all(torch.equal(one, logits[0]) for one in logits)
+        assert all(torch.equal(row, logits[0]) for row in logits)

@@ -135,8 +135,8 @@ def test_a_kept_hash_that_cannot_be_read_is_made_again(tmp_path: Path, assets: P
     state = FileState.read(file)
     assert hash_once(state, {"of": "a"}, lambda: HASHES[0]) == HASHES[0]
     assert hash_once(state, {"of": "b"}, lambda: HASHES[1]) == HASHES[1]
-    one, other = sorted(assets.rglob("*.json"), key=lambda path: path.read_text())
-    one.write_bytes(other.read_bytes() if damage is None else damage)
+    first, other = sorted(assets.rglob("*.json"), key=lambda path: path.read_text())
+    first.write_bytes(other.read_bytes() if damage is None else damage)
     assert hash_once(state, {"of": "a"}, lambda: HASHES[1]) == HASHES[1]
     assert hash_once(state, {"of": "a"}, lambda: HASHES[0]) == HASHES[1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,17 +19,11 @@ from llama_index.llms.openai_like import OpenAILike
 from qcfuse_rag import FusionEngine, open_store
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.serving import free_port
 
 pytestmark = [pytest.mark.enable_socket, pytest.mark.timeout(300), pytest.mark.slow]
 METHOD = ["--method", "prophetkv", "--ratio", "0.1", "--base", "framed"]
 TOKEN = "a token of the tests"
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +53,7 @@ def test_langchain(server: tuple[str, subprocess.Popen[bytes]]) -> None:
     chat = ChatOpenAI(model="tiny", base_url=f"{server[0]}/v1", api_key=TOKEN, max_tokens=8, temperature=0)
     message = chat.invoke(QUESTION, extra_body={"documents": PASSAGES})
     assert message.usage_metadata["input_token_details"]["cache_read"] > 0  # type: ignore[index]
-    assert "".join(str(one.content) for one in chat.stream(QUESTION, extra_body={"documents": PASSAGES})) == (
+    assert "".join(str(part.content) for part in chat.stream(QUESTION, extra_body={"documents": PASSAGES})) == (
         message.content
     )
     found = chat.invoke(f"{PASSAGES[0]}\n\n{QUESTION}")

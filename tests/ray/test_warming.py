@@ -28,7 +28,7 @@ def entries(folder: Path) -> dict[str, bytes]:
 def kill_a_worker() -> int:
     """Kill a process that prefills, as a machine that is lost does; return how many there were."""
     mine = psutil.Process().children(recursive=True)
-    found = [one for one in mine if "MapWorker" in " ".join(one.cmdline() or [one.name()])]
+    found = [process for process in mine if "MapWorker" in " ".join(process.cmdline() or [process.name()])]
     if found:
         found[0].send_signal(signal.SIGKILL)
     return len(found)

@@ -61,8 +61,8 @@ async def test_both_encodings_are_the_librarys_vectors(api: Any, embedder: Embed
 
 
 async def test_one_text_and_more_than_fit_a_pass(api: Any, embedder: Embedder) -> None:
-    one = await api.embeddings.create(model=DEFAULT_EMBEDDER, input=QUESTION)
-    np.testing.assert_allclose(one.data[0].embedding, embedder([QUESTION])[0], atol=1e-5)
+    single = await api.embeddings.create(model=DEFAULT_EMBEDDER, input=QUESTION)
+    np.testing.assert_allclose(single.data[0].embedding, embedder([QUESTION])[0], atol=1e-5)
     texts = [f"Boat {number}." for number in range(2 * EMBEDDED_AT_ONCE + 1)]
     done = await api.embeddings.create(model=DEFAULT_EMBEDDER, input=texts)
     np.testing.assert_allclose([item.embedding for item in done.data], embedder(texts), atol=1e-5)

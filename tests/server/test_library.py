@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -36,7 +35,7 @@ from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.library import HARBOUR, stored
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import JSON, ask, client, error, until
+from tests.support.serving import JSON, ask, client, error, free_port, until
 
 NAMES = ["ferry.md", "hull.md", "mill.md"]
 
@@ -423,9 +422,7 @@ def test_the_command_serves_what_it_warmed(run: Run, model_folder: str, corpus_f
     """Warm, serve, retrieve, add, retrieve again and remove, over sockets."""
     library = tmp_path / "library"
     run.json("warm", "run", corpus_file, "--store", library, "--model", model_folder, "--device", "cpu")
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     program = "from qcfuse_rag.cli.app import main; main()"
     options = ["--store", library, "--device", "cpu", "--port", port, "--retrieve", "--editable", "--keep"]
     with subprocess.Popen(

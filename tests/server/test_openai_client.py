@@ -117,10 +117,10 @@ class TestSeveralAnswers:
         together = await api.chat.completions.create(**self.ASKED, seed=5, n=3)
         assert [choice.index for choice in together.choices] == [0, 1, 2]
         texts = [choice.message.content for choice in together.choices]
-        assert texts == [one.choices[0].message.content for one in alone]
+        assert texts == [completion.choices[0].message.content for completion in alone]
         assert len(set(texts)) == 3
         assert together.usage.prompt_tokens == alone[0].usage.prompt_tokens
-        assert together.usage.completion_tokens == sum(one.usage.completion_tokens for one in alone)
+        assert together.usage.completion_tokens == sum(completion.usage.completion_tokens for completion in alone)
         assert together.usage.total_tokens == together.usage.prompt_tokens + together.usage.completion_tokens
 
     async def test_the_later_answers_reuse_the_prompt(self, api: Any, engine: FusionEngine) -> None:
@@ -216,7 +216,7 @@ class TestTextCompletions:
             await api.completions.create(**asked, prompt=prompt, seed=seed) for prompt in prompts for seed in (1, 2)
         ]
         assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
-        assert [choice.text for choice in done.choices] == [one.choices[0].text for one in alone]
+        assert [choice.text for choice in done.choices] == [completion.choices[0].text for completion in alone]
         assert done.usage.prompt_tokens == sum(len(engine.prompt_from_text(prompt)) for prompt in prompts)
 
     async def test_log_probabilities_are_columns(self, api: Any, ascii_only: dict[str, float]) -> None:

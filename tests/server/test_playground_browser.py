@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from tests.monitoring.test_explain import WCAG_AA, contrast
 from tests.support.engines import METHOD_OPTIONS
 from tests.support.library import HARBOUR
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.serving import free_port
 
 CHROMIUM = shutil.which("chromium")
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -55,13 +55,6 @@ SHOWN_COLOURS = """() => {
   return shown;
 }"""
 """Returns colour, background and beginning of every text that is shown."""
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -43,8 +43,8 @@ def key_of(engine: FusionEngine, text: str) -> ChunkKey:
     return engine.corpus.keys(engine.prompts.chunk_ids(text), [ENRICHED])[0]
 
 
-def same(one: ChunkKV, other: ChunkKV) -> bool:
-    pairs = (zip(one.layer(layer), other.layer(layer), strict=True) for layer in range(one.n_layers))
+def same(chunk: ChunkKV, other: ChunkKV) -> bool:
+    pairs = (zip(chunk.layer(layer), other.layer(layer), strict=True) for layer in range(chunk.n_layers))
     return all(torch.equal(a, b) for pair in pairs for a, b in pair)
 
 

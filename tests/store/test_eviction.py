@@ -76,25 +76,25 @@ def test_what_saves_nothing_goes_before_all_else() -> None:
     assert least_saving(usage(saved_ms=0.0, uses=100.0)) < least_saving(usage(saved_ms=0.1))
 
 
-@given(one=usages, other=usages, days=st.floats(0.0, 1000.0))
+@given(first=usages, second=usages, days=st.floats(0.0, 1000.0))
 def test_the_order_is_that_of_todays_worth_and_of_any_later_days(
-    one: EntryUsage, other: EntryUsage, days: float
+    first: EntryUsage, second: EntryUsage, days: float
 ) -> None:
     """So that a rank need not be computed again before an entry is used again."""
-    now = max(one.used, other.used) + days * 24 * 3600.0
+    now = max(first.used, second.used) + days * 24 * 3600.0
 
     def worth(u: EntryUsage) -> float:  # its logarithm: after years, worth itself is no longer a number above 0
         return math.log2(u.saved_ms / u.size_bytes * u.uses) - (now - u.used) / HALF_LIFE_S
 
-    assume(abs(worth(one) - worth(other)) > 1e-3)
-    assert (worth(one) < worth(other)) == (least_saving(one) < least_saving(other))
+    assume(abs(worth(first) - worth(second)) > 1e-3)
+    assert (worth(first) < worth(second)) == (least_saving(first) < least_saving(second))
 
 
-@given(one=usages, hours=st.floats(0.0, 1e5), count=st.integers(1, 100))
-def test_a_use_never_makes_an_entry_worth_less(one: EntryUsage, hours: float, count: int) -> None:
-    again = one.after_uses(one.used + hours * 3600.0, count)
+@given(usage=usages, hours=st.floats(0.0, 1e5), count=st.integers(1, 100))
+def test_a_use_never_makes_an_entry_worth_less(usage: EntryUsage, hours: float, count: int) -> None:
+    again = usage.after_uses(usage.used + hours * 3600.0, count)
     for worth in POLICIES.values():
-        assert worth(again) >= worth(one) - 1e-6
+        assert worth(again) >= worth(usage) - 1e-6
 
 
 def test_a_policy_that_does_not_exist_is_refused_by_name() -> None:

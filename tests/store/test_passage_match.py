@@ -41,9 +41,9 @@ LINES = "Opening hours\n\n  Monday\t9-12\n  Tuesday\tclosed\n\nThe harbour offic
 def by_anchor(passages: list[str]) -> dict[int, list[PassageSignature]]:
     known: dict[int, list[PassageSignature]] = {}
     for passage in passages:
-        one = passage_signature(passage, SEED)
-        if one is not None:
-            known.setdefault(one.anchor, []).append(one)
+        signature = passage_signature(passage, SEED)
+        if signature is not None:
+            known.setdefault(signature.anchor, []).append(signature)
     return known
 
 
@@ -59,7 +59,7 @@ def find_by_words(text: str, passages: list[str]) -> list[PassageMatch]:
     wanted = [[piece[0] for piece in PIECES.finditer(passage) if piece[1] is None] for passage in passages]
     found, at = list[PassageMatch](), 0
     while at < len(said):
-        fits = [i for i, one in enumerate(wanted) if len(one) >= ANCHOR and said[at : at + len(one)] == one]
+        fits = [i for i, p in enumerate(wanted) if len(p) >= ANCHOR and said[at : at + len(p)] == p]
         if fits:
             longest = max(fits, key=lambda i: len(wanted[i]))
             last = at + len(wanted[longest])
@@ -81,7 +81,8 @@ texts = st.lists(words, min_size=ANCHOR, max_size=60).map(" ".join)
 @pytest.mark.slow
 @given(passages=st.lists(texts, min_size=1, max_size=4), between=st.lists(texts, min_size=5, max_size=5))
 def test_what_is_found_is_the_text_but_for_whitespace(passages: list[str], between: list[str]) -> None:
-    text = between[0] + "".join(f"\n\n{one.strip()}\n{gap}" for one, gap in zip(passages, between[1:], strict=False))
+    text = between[0]
+    text += "".join(f"\n\n{passage.strip()}\n{gap}" for passage, gap in zip(passages, between[1:], strict=False))
     at = 0
     for found in find(text, passages):
         assert found.start >= at
@@ -141,7 +142,7 @@ def test_what_passages_are_known_by_is_what_stores_have_kept() -> None:
 @given(passage=texts, before=st.sampled_from(["", "Context:\n", "- ", "['"]), behind=st.sampled_from(["", "\n", "']"]))
 def test_a_passage_is_found_wherever_it_stands(passage: str, before: str, behind: str) -> None:
     found = find(f"{before} {passage.strip()} {behind}", [passage])
-    assert [one.text for one in found] == ([] if passage_signature(passage, SEED) is None else [passage])
+    assert [match.text for match in found] == ([] if passage_signature(passage, SEED) is None else [passage])
 
 
 @pytest.mark.parametrize(
@@ -166,8 +167,8 @@ def test_a_changed_word_is_another_text() -> None:
 
 def test_of_passages_that_begin_alike_the_longest_is_found() -> None:
     longer = f"{PASSAGES[0]} {PASSAGES[1]}"
-    assert [one.text for one in find(f"{longer} and", [PASSAGES[0], longer])] == [longer]
-    assert [one.text for one in find(f"{PASSAGES[0]} and", [PASSAGES[0], longer])] == [PASSAGES[0]]
+    assert [match.text for match in find(f"{longer} and", [PASSAGES[0], longer])] == [longer]
+    assert [match.text for match in find(f"{PASSAGES[0]} and", [PASSAGES[0], longer])] == [PASSAGES[0]]
 
 
 def test_short_passages_are_not_looked_for() -> None:

@@ -168,7 +168,7 @@ def test_the_way_back_gives_the_models_dtype_without_what_was_lost(numbers: str)
     chunk = to_format(example_chunk(dtype=torch.float16), numbers)
     back = to_format(chunk, LOSSLESS)
     assert (back.numbers, back.blocks["key.0"].dtype) == (LOSSLESS, torch.float16)
-    assert all(torch.equal(one, other) for one, other in zip(back.layer(1), chunk.layer(1), strict=True))
+    assert all(torch.equal(first, other) for first, other in zip(back.layer(1), chunk.layer(1), strict=True))
 
 
 def test_a_format_that_does_not_exist_is_refused_by_name() -> None:
@@ -213,8 +213,8 @@ def test_a_full_rank_loses_nothing_and_zeros_stay_zeros() -> None:
 
 def test_the_same_difference_is_the_same_bytes() -> None:
     original = torch.randn(40, 2, 8)
-    for one, other in zip(factorize(original, "rank8"), factorize(original, "rank8"), strict=True):
-        assert torch.equal(one, other)
+    for first, other in zip(factorize(original, "rank8"), factorize(original, "rank8"), strict=True):
+        assert torch.equal(first, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

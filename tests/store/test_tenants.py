@@ -75,9 +75,9 @@ def test_addresses_cannot_be_made_without_the_secret(shared: DiskStore, alice: T
 
 
 def test_names_that_run_together_with_the_secret_are_different_tenants(shared: DiskStore) -> None:
-    one = TenantStore(shared, "b", b"sixteen letters.a")
+    first = TenantStore(shared, "b", b"sixteen letters.a")
     other = TenantStore(shared, "ab", b"sixteen letters.")
-    assert one.address(KEY) != other.address(KEY)
+    assert first.address(KEY) != other.address(KEY)
 
 
 def test_who_claims_to_be_another_is_still_oneself(alice: TenantStore, bob: TenantStore) -> None:
@@ -225,11 +225,11 @@ def test_a_tenant_is_not_told_where_anothers_entry_is(alice: TenantStore, bob: T
 def test_a_tenant_does_not_count_what_others_have_or_restrict(
     shared: DiskStore, alice: TenantStore, bob: TenantStore, llama: LanguageModel
 ) -> None:
-    one, other = make_engine(llama, alice), make_engine(llama, bob)
-    one.warm(PASSAGES[:1], sources=["a"])
+    first, other = make_engine(llama, alice), make_engine(llama, bob)
+    first.warm(PASSAGES[:1], sources=["a"])
     other.warm(PASSAGES[1:], sources=["b"] * len(PASSAGES[1:]), access={"b": "board"})
-    assert (one.corpus.signatures.count(), other.corpus.signatures.count()) == (1, len(PASSAGES[1:]))
-    assert (one.corpus.open_sources().has_restricted(), other.corpus.open_sources().has_restricted()) == (False, True)
+    assert (first.corpus.signatures.count(), other.corpus.signatures.count()) == (1, len(PASSAGES[1:]))
+    assert (first.corpus.open_sources().has_restricted(), other.corpus.open_sources().has_restricted()) == (False, True)
 
 
 def test_no_tenant_has_the_name_that_proves_a_secret(shared: DiskStore) -> None:

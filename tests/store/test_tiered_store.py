@@ -221,7 +221,7 @@ def test_every_tier_answers_the_same_numbers(near: str) -> None:
         expected = to_format(example_chunk(), "int8").layer(2)
         for answer in answers:
             assert isinstance(answer, ChunkKV)
-            assert all(torch.equal(one, other) for one, other in zip(answer.layer(2), expected, strict=True))
+            assert all(torch.equal(block, other) for block, other in zip(answer.layer(2), expected, strict=True))
 
 
 def test_a_store_opened_again_keeps_its_numbers_in_memory_too(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_what_is_there_is_found_whatever_gaps_there_are_and_is_not_used_by_that(
     for number in (0, 2, 4):
         store.put(slot_key("variant", number, FINGERPRINT, PREFIX_IDS, IDS), slot(number, number).chunk)
     found = filled_slots(store, "variant", 4, FINGERPRINT, PREFIX_IDS, IDS)
-    assert [(one.number, one.context) for one in found] == [(0, context(0)), (2, context(2))]
+    assert [(slot.number, slot.context) for slot in found] == [(0, context(0)), (2, context(2))]
     assert store.stats()[0].hits == store.stats()[0].misses == 0
     assert filled_slots(store, "difference", 4, FINGERPRINT, PREFIX_IDS, IDS) == []
 
@@ -71,12 +71,12 @@ def test_looking_reads_headers_only(tmp_path: Path) -> None:
     data[-1] ^= 1
     path.chmod(0o600)
     path.write_bytes(data)
-    assert [one.number for one in filled_slots(store, "variant", 5, FINGERPRINT, PREFIX_IDS, IDS)] == [0]
+    assert [slot.number for slot in filled_slots(store, "variant", 5, FINGERPRINT, PREFIX_IDS, IDS)] == [0]
 
 
 def test_the_same_context_has_the_same_slot_then_comes_a_free_one_then_the_one_worth_least() -> None:
-    def worth(one: Slot) -> float:
-        return {0: 3.0, 1: 1.0, 2: 2.0}[one.number]
+    def worth(slot: Slot) -> float:
+        return {0: 3.0, 1: 1.0, 2: 2.0}[slot.number]
 
     three = [slot(0, 7), slot(1, 7, 8), slot(2, 8, 7)]
     assert slot_to_write(three, context(8, 7), 3, worth) == 2
@@ -89,7 +89,7 @@ def test_the_same_context_has_the_same_slot_then_comes_a_free_one_then_the_one_w
 def test_the_least_used_of_the_five_oldest_gives_way() -> None:
     found = [slot(number, number, turn=10.0 - number) for number in range(7)]  # 6 is the oldest, 0 the newest
     uses = {0: 0.0, 1: 0.0, 2: 5.0, 3: 4.0, 4: 1.0, 5: 3.0, 6: 2.0}
-    assert slot_to_write(found, context(99), 7, worth_by_use(found, lambda one: uses[one.number])) == 4
+    assert slot_to_write(found, context(99), 7, worth_by_use(found, lambda slot: uses[slot.number])) == 4
 
 
 # Capturing into slots.
@@ -98,14 +98,14 @@ def test_the_least_used_of_the_five_oldest_gives_way() -> None:
 def test_captured_groups_are_found_again_as_they_were_born(engine: FusionEngine, llama: LanguageModel) -> None:
     summary = engine.corpus.capture([PASSAGES, [PASSAGES[2], PASSAGES[1]], PASSAGES[:1], []])
     assert (summary.groups, summary.captured, summary.present, summary.failed) == (4, 3, 0, ())
-    one, other = filled(engine, PASSAGES[1])
+    first, other = filled(engine, PASSAGES[1])
     hashes = [hash_ids(engine.prompts.chunk_ids(text)) for text in PASSAGES]
-    assert (one.context, other.context) == ((hashes[0],), (hashes[2],))
-    assert (one.turn, other.turn) == (0.0, 1.0)
+    assert (first.context, other.context) == ((hashes[0],), (hashes[2],))
+    assert (first.turn, other.turn) == (0.0, 1.0)
     prompt = engine.prompt(QUESTION, PASSAGES)
     expected = capture_chunks(llama, prompt.prefix_ids, [span.segment.stored_ids for span in prompt.chunks])[0]
     for name in expected.names():
-        assert torch.equal(one.chunk.blocks[name], expected.blocks[name])
+        assert torch.equal(first.chunk.blocks[name], expected.blocks[name])
     assert filled(engine, PASSAGES[0]) == [], "the first of a group was prefilled behind the system prefix alone"
     assert summary.size_bytes == sum(entry.size_bytes for entry in engine.store.entries())
 
@@ -141,10 +141,10 @@ def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine:
         assert (kept.chunk.numbers, kept.context, kept.chunk.extras) == (numbers, captured.context, ("inter",))
         assert kept.chunk.facts["cci"] == captured.chunk.facts["cci"]
         for layer in range(engine.lm.n_layers):
-            for one, other, whole in zip(
+            for own, other, whole in zip(
                 framed.layer(layer), kept.chunk.layer(layer), captured.chunk.layer(layer), strict=True
             ):
-                assert torch.allclose(one + other, whole, atol=1e-4)
+                assert torch.allclose(own + other, whole, atol=1e-4)
 
 
 def test_a_group_beyond_the_window_is_told_of_and_the_others_are_captured(engine: FusionEngine) -> None:
@@ -184,9 +184,9 @@ def test_what_cannot_be_kept_is_refused_by_name(engine: FusionEngine, wrong: dic
 
 def test_tenants_have_slots_of_their_own(llama: LanguageModel) -> None:
     shared: KVStore = MemoryStore()
-    one, other = (make_engine(llama, TenantStore(shared, name, bytes(16))) for name in ("one", "other"))
-    one.corpus.capture([PASSAGES])
-    assert len(filled(one, PASSAGES[1])) == 1
+    first, other = (make_engine(llama, TenantStore(shared, name, bytes(16))) for name in ("one", "other"))
+    first.corpus.capture([PASSAGES])
+    assert len(filled(first, PASSAGES[1])) == 1
     assert filled(other, PASSAGES[1]) == []
 
 

@@ -75,8 +75,8 @@ def warmed(lm: LanguageModel) -> dict[ChunkKey, ChunkKV]:
     return {key: chunk for key, chunk in found.items() if isinstance(chunk, ChunkKV)}
 
 
-def recovers(folder: Path, limit: int, expected: dict[ChunkKey, ChunkKV], one: ChunkKey, tally: Tally) -> None:
-    """Check a store whose process was killed and count what is wrong with it; `one` can be put again."""
+def recovers(folder: Path, limit: int, expected: dict[ChunkKey, ChunkKV], again: ChunkKey, tally: Tally) -> None:
+    """Check a store whose process was killed and count what is wrong with it; `again` can be put again."""
 
     def check(condition: bool, what: str) -> None:
         if not condition:
@@ -93,15 +93,15 @@ def recovers(folder: Path, limit: int, expected: dict[ChunkKey, ChunkKV], one: C
             else:
                 tally.reads += 1
                 tally.wrong_bytes += wrong_bytes(found, to_format(chunk, found.numbers))
-        first, again = fsck(store), fsck(store)
+        first, second = fsck(store), fsck(store)
         tally.note("bytes taken back", first.reclaimed_bytes)
         check(not first.damaged, f"damaged: {first.damaged}")
-        check(again.clean, f"not clean after fsck: {again}")
+        check(second.clean, f"not clean after fsck: {second}")
         check(not list((folder / "tmp").iterdir()), "files left in tmp")
         sizes = sum(size for path, size in files_of(folder).items() if path.suffix == ".kv")
         check(sizes == store.quota.index.size(), f"files take {sizes:,}, the index says {store.quota.index.size():,}")
         check(sizes <= limit, f"{sizes:,} bytes of {limit:,} after fsck")
-        store.put(one, expected[one])
-        found = store.get(one)
+        store.put(again, expected[again])
+        found = store.get(again)
         tally.reads += 1
-        tally.wrong_bytes += wrong_bytes(found, to_format(expected[one], found.numbers))
+        tally.wrong_bytes += wrong_bytes(found, to_format(expected[again], found.numbers))

@@ -87,8 +87,8 @@ def table_attention(query: Tensor, table: KVTable, layer: int, rows: Tensor, par
     results = []
     for request, positions in enumerate(rows):
         key, value = (_stored(table, layer, request, side, int(positions.max()) + 1)[None] for side in (0, 1))
-        one = query[request : request + 1]
-        results.append(sparse_attention_reference(one, key, value, positions, params).to(query.dtype))
+        request_query = query[request : request + 1]
+        results.append(sparse_attention_reference(request_query, key, value, positions, params).to(query.dtype))
     return torch.cat(results)
 
 

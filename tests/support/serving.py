@@ -1,9 +1,10 @@
-"""Ask an endpoint in this process."""
+"""Ask an endpoint in this process, and find a port for an endpoint in another."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,14 @@ from tests.support.passages import PASSAGES, QUESTION
 
 JSON = {"content-type": "application/json"}
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 12}
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def client(app: FastAPI, **headers: str) -> httpx.AsyncClient:

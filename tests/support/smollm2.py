@@ -34,6 +34,6 @@ def save_smollm2(folder: Path) -> None:
 
 def smollm2_questions(count: int) -> list[str]:
     """Return questions about the demonstration's corpus: its own, then one about each document."""
-    own = [one.question for one in questions()]
+    own = [question.question for question in questions()]
     about = [f"What is {text.splitlines()[0].strip('# ')} known for?" for text in corpus().values()]
     return [*own, *about][:count]

@@ -70,15 +70,20 @@ def replaced(view: nn.Module) -> dict[str, int]:
     return {name: count // (3 if name == "projections" else 1) for name, count in names.items()}
 
 
+def module_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the attributes of each module."""
+    return {name: dict(vars(module)) for name, module in model.named_modules()}
+
+
 @torch.inference_mode()
 def test_a_fused_view_computes_what_the_model_does(family_name: str) -> None:
     model = build_model(family_name).to(DEVICE)
-    expected, modules = model(IDS).logits, {name: dict(vars(one)) for name, one in model.named_modules()}
+    expected, attributes = model(IDS).logits, module_attributes(model)
     view = fused_view(model)
     assert replaced(view) == expected_views(family_name, torch.float32)
     assert torch.allclose(view(IDS).logits, expected, rtol=1e-4, atol=1e-4)
-    assert {id(one) for one in view.parameters()} == {id(one) for one in model.parameters()}, "no copies"
-    assert {name: dict(vars(one)) for name, one in model.named_modules()} == modules, "of the model nothing changes"
+    assert set(map(id, view.parameters())) == set(map(id, model.parameters())), "no copies"
+    assert module_attributes(model) == attributes, "of the model nothing changes"
     for dtype in (torch.float16, torch.bfloat16):
         assert replaced(fused_view(model.to(dtype))) == expected_views(family_name, dtype)
     found, own = fused_view(model.half())(IDS).logits, model(IDS).logits

@@ -38,9 +38,9 @@ def test_nothing_of_a_text_is_in_the_files_of_an_encrypted_store(folder: Path) -
 def test_two_encrypted_files_that_changed_places_are_refused(folder: Path) -> None:
     with DiskStore(folder, cipher=StoreCipher(SECRET)) as store:
         put(store, 0, 1)
-        one, other = file_of(store, 0).read_bytes(), file_of(store, 1).read_bytes()
+        first, other = file_of(store, 0).read_bytes(), file_of(store, 1).read_bytes()
         file_of(store, 0).write_bytes(other)
-        file_of(store, 1).write_bytes(one)
+        file_of(store, 1).write_bytes(first)
         assert [store.get(example_key(n)) for n in (0, 1)] == [Miss("entry of another chunk: ids differ")] * 2
 
 

@@ -43,8 +43,8 @@ def plant(folder: Path, change: str, bomb: bytes) -> None:
     (folder / "index" / "bomb.val").write_bytes(bomb)
     with sqlite3.connect(folder / "index" / "cache.db") as database:
         database.execute("DROP INDEX Cache_worth")
-        one = "WHERE rowid = (SELECT MAX(rowid) FROM Cache)"
-        database.execute(f"UPDATE Cache SET {change} {one}", {"bomb": bomb} if ":bomb" in change else {})
+        last_row = "WHERE rowid = (SELECT MAX(rowid) FROM Cache)"
+        database.execute(f"UPDATE Cache SET {change} {last_row}", {"bomb": bomb} if ":bomb" in change else {})
     database.close()
 
 

@@ -239,8 +239,8 @@ def test_an_index_whose_folder_was_removed_is_the_same_afterwards(store: DiskSto
     shutil.rmtree(folder / "index")
     with DiskStore(folder) as again:
         found = known(again)
-        assert {one[:3] for one in found} == {one[:3] for one in before}
-        assert [round(one[3]) for one in found if one[3] is not None] == [4_000_000_000]  # type: ignore[call-overload]
+        assert {row[:3] for row in found} == {row[:3] for row in before}
+        assert [round(row[3]) for row in found if row[3] is not None] == [4_000_000_000]  # type: ignore[call-overload]
         assert fsck(again).clean
 
 
@@ -256,17 +256,17 @@ def test_what_is_in_quarantine_still_counts_after_the_index_was_made_again(store
 
 def test_an_entry_under_another_secret_is_reported_and_left_alone(tmp_path: Path) -> None:
     secret = bytes(range(32))
-    one, other = (
+    first, other = (
         DiskStore(tmp_path / name, cipher=StoreCipher(key)) for name, key in (("a", secret), ("b", secret[::-1]))
     )
-    with one, other:
+    with first, other:
         for number in (0, 1):
-            one.put(example_key(number), example_chunk(number))
+            first.put(example_key(number), example_chunk(number))
         other.put(KEY, example_chunk())
-        ours, theirs = (store.files.path(KEY.address) for store in (one, other))
+        ours, theirs = (store.files.path(KEY.address) for store in (first, other))
         ours.write_bytes(theirs.read_bytes())
         for _ in range(2):
-            report = fsck(one)
+            report = fsck(first)
             reason = "cannot be decrypted: changed, or written under another secret"
             assert (report.unread, report.damaged, report.sound) == ([(KEY.address, reason)], [], 1)
             assert not report.clean

@@ -20,10 +20,10 @@ def test_a_sealed_entry_tells_nothing_of_what_it_holds() -> None:
 
 
 def test_nothing_is_encrypted_twice_in_the_same_way() -> None:
-    one, other = (written(example_chunk(), StoreCipher(SECRET)) for _ in range(2))
-    assert one[32:64] != other[32:64]
-    assert one[64:80] != other[64:80]
-    assert one[-16:] != other[-16:]
+    first, other = (written(example_chunk(), StoreCipher(SECRET)) for _ in range(2))
+    assert first[32:64] != other[32:64]
+    assert first[64:80] != other[64:80]
+    assert first[-16:] != other[-16:]
 
 
 def test_a_sealed_entry_is_refused_under_another_secret() -> None:
@@ -61,8 +61,8 @@ def test_two_sealed_pieces_that_changed_places_are_refused() -> None:
     data = bytearray(written(example_chunk(n_tokens=300), StoreCipher(SECRET)))
     header, _ = opened(bytes(data), StoreCipher(SECRET))
     [block] = [block for block in header.blocks if block.name == "key.0"]
-    one, other = (slice(*(header.start + at for at in block.range(i, i + 1))) for i in range(2))
-    data[one], data[other] = data[other], data[one]
+    first, other = (slice(*(header.start + at for at in block.range(i, i + 1))) for i in range(2))
+    data[first], data[other] = data[other], data[first]
     _, chunk = opened(bytes(data), StoreCipher(SECRET))
     with pytest.raises(CorruptEntry, match=r"checksum of block key\.0 differs"):
         chunk.layer(0)

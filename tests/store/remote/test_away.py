@@ -113,8 +113,8 @@ class TestRemoteThatIsAway:
     def check_that_it_is_missed(self, store: RemoteStore, reason: str) -> None:
         started = time.monotonic()
         found = [store.get(example_key(number)) for number in range(10)]
-        assert all(isinstance(one, Miss) for one in found)
-        assert [one.reason.startswith(reason) for one in found] == [True] * 10, found
+        assert all(isinstance(result, Miss) for result in found)
+        assert [result.reason.startswith(reason) for result in found] == [True] * 10, found
         assert isinstance(store.open(example_key().address), Miss)
         assert example_key() not in store
         assert not store.pin(example_key())

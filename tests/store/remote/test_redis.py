@@ -24,12 +24,12 @@ def test_a_full_redis_is_an_error_of_the_put_alone(own_server: RedisProcess) -> 
 
 
 def test_two_prefixes_of_one_server_are_two_stores(server: RedisProcess) -> None:
-    one, two = (RemoteStore(RedisBlobs(server.url, prefix)) for prefix in ("one?:", "one!:"))
-    one.put(example_key(), example_chunk())
+    first, two = (RemoteStore(RedisBlobs(server.url, prefix)) for prefix in ("one?:", "one!:"))
+    first.put(example_key(), example_chunk())
     assert example_key() not in two
     assert list(two.entries()) == []
     assert two.clear() == 0
-    assert example_key() in one
+    assert example_key() in first
 
 
 def test_many_entries_are_listed_in_steps(on_redis: RedisBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
