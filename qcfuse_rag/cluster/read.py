@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from qcfuse_rag.cluster.pool import Columns, connect, map_with_workers
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.ingestion.readers import Passages, find_files, read_passages
+from qcfuse_rag.ingestion.readers import PassagesBySource, find_files, read_passages
 from qcfuse_rag.models.load import load_tokenizer
 from qcfuse_rag.retrieval.embedder import Embedder
 
@@ -55,7 +55,7 @@ def read_on_ray(
     max_tokens: int,
     progress: Callable[[int, int], None] | None = None,
     unread: list[str] | None = None,
-) -> Passages:
+) -> PassagesBySource:
     """Read passages like `ingestion.readers.read_passages`; workers read the files at the same paths."""
     all_paths = list(paths)
     files = [str(file.resolve()) for file in find_files(all_paths)]
@@ -63,7 +63,7 @@ def read_on_ray(
     results = _ordered(
         workers, "file", files, ReadWorker, (workers.model, max_tokens), batch_size=FILES_AT_ONCE, progress=progress
     )
-    passages: Passages = {}
+    passages: PassagesBySource = {}
     for file, text in zip(files, results, strict=True):
         read = json.loads(text)
         if "unread" in read:

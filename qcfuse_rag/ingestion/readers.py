@@ -20,7 +20,7 @@ KNOWN_ENDINGS = TEXT_ENDINGS | JSON_LINES
 READERS_GROUP = "qcfuse_rag.readers"
 FILES = "files"
 
-Passages = dict[str, list[str]]
+PassagesBySource = dict[str, list[str]]
 """Passages by source, in order."""
 
 
@@ -32,7 +32,7 @@ def read_passages(
     max_tokens: int,
     progress: Callable[[int, int], None] | None = None,
     unread: list[str] | None = None,
-) -> Passages:
+) -> PassagesBySource:
     """Read passages from files or from an index.
 
     Args:
@@ -49,7 +49,7 @@ def read_passages(
         QCFuseError: if a path cannot be read.
     """
     named = list(paths)
-    passages: Passages = {}
+    passages: PassagesBySource = {}
     if reader != FILES:
         read = load_reader(reader)
         for path in named:
@@ -173,9 +173,9 @@ def _printable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> Passages:
+def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> PassagesBySource:
     """Read one passage from each line: `{"text": ..., "source": ...}`; the default source is the file."""
-    passages: Passages = {}
+    passages: PassagesBySource = {}
     # Only a line feed ends a line: `splitlines` also cuts at characters inside JSON strings.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

@@ -28,7 +28,7 @@ DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class IndexedPassage:
     """A passage of a document: its text and source."""
 
     source: str
@@ -43,7 +43,7 @@ class PassageIndex:
     """
 
     def __init__(
-        self, embedder: str, passages: Sequence[Passage] = (), embeddings: NDArray[np.float32] | None = None
+        self, embedder: str, passages: Sequence[IndexedPassage] = (), embeddings: NDArray[np.float32] | None = None
     ) -> None:
         self.embedder = embedder
         self.passages = list(passages)
@@ -52,7 +52,7 @@ class PassageIndex:
     def replace(self, documents: Mapping[str, Sequence[str]], embeddings: NDArray[np.float32]) -> None:
         """Replace the passages of documents; the embeddings, `[N, D]`, are of all these passages, in order."""
         self.remove(set(documents))
-        added = [Passage(source, text) for source, texts in documents.items() for text in texts]
+        added = [IndexedPassage(source, text) for source, texts in documents.items() for text in texts]
         if added:
             old = self.embeddings if self.passages else embeddings[:0]
             self.passages += added
@@ -143,13 +143,13 @@ def _data_files(folder: Path, token: str | None) -> tuple[Path, Path]:
     return folder / f"passages{suffix}.jsonl", folder / f"embeddings{suffix}.npy"
 
 
-def _read(folder: Path) -> tuple[str, list[Passage], NDArray[np.float32]]:
+def _read(folder: Path) -> tuple[str, list[IndexedPassage], NDArray[np.float32]]:
     """Return embedding model, passages and embeddings of the index in a folder."""
     about = json.loads((folder / METADATA).read_text("utf-8"))
     embedder = about["embedder"]
     passages, embeddings = _data_files(folder, about.get("files"))
     lines = passages.read_text("utf-8").splitlines()
-    return embedder, [Passage(**json.loads(line)) for line in lines], np.load(embeddings, allow_pickle=False)
+    return embedder, [IndexedPassage(**json.loads(line)) for line in lines], np.load(embeddings, allow_pickle=False)
 
 
 def _remove_unused(folder: Path) -> None:

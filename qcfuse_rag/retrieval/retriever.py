@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from qcfuse_rag.retrieval.embedder import Embedder
-from qcfuse_rag.retrieval.index import Passage, PassageIndex, embedder_source
+from qcfuse_rag.retrieval.index import IndexedPassage, PassageIndex, embedder_source
 from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 
 HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
@@ -69,7 +69,7 @@ class Retriever:
         self._log.note(self.index.passages[row].text for row, _ in found)
         return [self._describe(row, score) for row, score in found]
 
-    def short_names(self, passages: Iterable[Passage | RetrievedPassage]) -> list[str]:
+    def short_names(self, passages: Iterable[IndexedPassage | RetrievedPassage]) -> list[str]:
         """Return the name of each passage's document for people: without the folder that the library's files share."""
         paths = {path for each in self.index.passages if (path := PurePath(each.source)).is_absolute()}
         shared = os.path.commonpath(path.parent for path in paths) if paths else ""

@@ -56,7 +56,7 @@ class Backend(Protocol):
 
 
 @dataclass(slots=True)
-class Passages:
+class RequestPassages:
     """The passages of a request, and the sources they are from.
 
     Attributes:
@@ -136,7 +136,7 @@ class EngineBackend:
 
     async def _events(self, request: GenerationRequest, started: list[RequestHandle]) -> AsyncGenerator[Event, None]:
         """Yield the events of all answers, one answer after another; put into `started` what has to be cancelled."""
-        passages, response_format = Passages(), None
+        passages, response_format = RequestPassages(), None
         for number in range(request.prompt_count):
             response_format, first = await self._submit(request, passages, number)
             started.append(first)
@@ -189,7 +189,7 @@ class EngineBackend:
         request: GenerationRequest,
         first: RequestHandle,
         generations: list[Generation],
-        passages: Passages,
+        passages: RequestPassages,
     ) -> Event:
         """Return the last event of a request with the usage of all answers, and the report of the first one."""
         report = redact_report(generations[0].report)
@@ -204,7 +204,7 @@ class EngineBackend:
         )
 
     async def _submit(
-        self, request: GenerationRequest, passages: Passages, number: int
+        self, request: GenerationRequest, passages: RequestPassages, number: int
     ) -> tuple[ResponseFormat | None, RequestHandle]:
         """Prepare and queue a prompt of a request.
 
@@ -240,7 +240,7 @@ class EngineBackend:
         except RecursionError as error:
             raise QCFuseError("something in the body is nested too deeply") from error
 
-    def _find_passages(self, request: ChatRequest, passages: Passages) -> None:
+    def _find_passages(self, request: ChatRequest, passages: RequestPassages) -> None:
         """Fill in the passages of a request: its own, or those that the library has on its question.
 
         Raises:
@@ -267,7 +267,7 @@ class EngineBackend:
                 passage.text: PassageOrigin(name, passage.title) for name, passage in zip(names, found, strict=True)
             }
 
-    async def _explain(self, answer: RequestHandle, report: FusionReport, passages: Passages) -> dict[str, Any]:
+    async def _explain(self, answer: RequestHandle, report: FusionReport, passages: RequestPassages) -> dict[str, Any]:
         """Explain the prefill of a finished answer, in a thread, because it decodes every token of the prompt."""
         prompts = self._handle.engine.prompts
         origins = {prompts.template.format_chunk(text): origin for text, origin in passages.origins.items()}
@@ -312,7 +312,7 @@ def _same_prompt(prompt: Prompt, params: SamplingParams, _: FusionEngine) -> tup
 
 
 def _unknown_passages(
-    request: GenerationRequest, prompt: Prompt, report: FusionReport, passages: Passages
+    request: GenerationRequest, prompt: Prompt, report: FusionReport, passages: RequestPassages
 ) -> Iterable[tuple[str, str]]:
     """Yield text and source of the request's passages that the store may lack, also of those in its messages."""
     if report.fallback is not None:

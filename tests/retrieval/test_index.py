@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from qcfuse_rag.retrieval import index as module
-from qcfuse_rag.retrieval.index import METADATA, Passage, PassageIndex
+from qcfuse_rag.retrieval.index import METADATA, IndexedPassage, PassageIndex
 
-OLD = PassageIndex("M", [Passage("a", "old")], np.zeros((1, 2), np.float32))
-NEW = PassageIndex("M", [Passage("a", "new")], np.ones((1, 2), np.float32))
+OLD = PassageIndex("M", [IndexedPassage("a", "old")], np.zeros((1, 2), np.float32))
+NEW = PassageIndex("M", [IndexedPassage("a", "new")], np.ones((1, 2), np.float32))
 
 
 def contents(folder: Path) -> tuple[str, float]:

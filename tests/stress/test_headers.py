@@ -13,7 +13,7 @@ from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.chunk import block_names
 from qcfuse_rag.store.entry.codec import MAGIC, MAX_HEADER_BYTES, PREAMBLE, VERSION
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import MemorySource, open_chunk
+from qcfuse_rag.store.entry.reader import BytesInMemory, open_chunk
 from tests.stress.bounds import bounded
 from tests.stress.campaign import Tally, sized
 from tests.stress.forgery import BODIES, HONEST, entry, forged, nested
@@ -29,7 +29,7 @@ def examine(data: bytes, tally: Tally, cipher: StoreCipher | None = None, *, mem
     tally.trials += 1
     with bounded(memory_bytes=memory_bytes + len(data), cpu_s=CPU_S):
         try:
-            header, chunk = open_chunk(MemorySource(data), cipher)
+            header, chunk = open_chunk(BytesInMemory(data), cipher)
             assert len(header.key.address) >= 32
             assert chunk.expired in (True, False)
             tally.note("headers believed")

@@ -16,7 +16,7 @@ from qcfuse_rag.store.backends.blob_store import BlobStore
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import MemorySource, check_key, open_chunk
+from qcfuse_rag.store.entry.reader import BytesInMemory, check_key, open_chunk
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
 
@@ -168,7 +168,7 @@ class RemoteStore(KVStore):
         if data is None:
             return Miss("absent")
         try:
-            header, chunk = open_chunk(MemorySource(data), self._cipher)
+            header, chunk = open_chunk(BytesInMemory(data), self._cipher)
             check_key(header.key, key, address)
         except ForeignEntry as error:
             return Miss(str(error))

@@ -27,7 +27,7 @@ MADV_POPULATE_READ, MADV_HUGEPAGE = 22, 14
 """Linux's numbers, the first from Linux 5.14 on. Python does not name the first, and the second on Linux only."""
 
 
-class Source(Protocol):
+class EntryBytes(Protocol):
     """The bytes of an entry."""
 
     @property
@@ -42,7 +42,7 @@ class Source(Protocol):
         """
 
 
-class MemorySource:
+class BytesInMemory:
     """An entry whose bytes are in memory."""
 
     def __init__(self, data: bytes | bytearray) -> None:
@@ -105,29 +105,29 @@ class MappedFile:
             return memoryview(bytearray(file.read(stop - start)))
 
 
-def open_header(source: Source, cipher: StoreCipher | None = None) -> tuple[Header, EntryCipher | None]:
+def open_header(entry: EntryBytes, cipher: StoreCipher | None = None) -> tuple[Header, EntryCipher | None]:
     """Read and check an entry's header, and compare the entry's size with it.
 
     Raises:
         CorruptEntry: with what is wrong.
         OSError: if the bytes cannot be read.
     """
-    preamble = Preamble.parse(source.read(0, min(PREAMBLE.size, source.size)))
+    preamble = Preamble.parse(entry.read(0, min(PREAMBLE.size, entry.size)))
     stop = PREAMBLE.size + preamble.header_bytes
-    header, entry_cipher = read_header(preamble, source.read(PREAMBLE.size, min(stop, source.size)), cipher)
-    if header.size != source.size:
-        raise CorruptEntry(f"truncated: {source.size:,} bytes of {header.size:,}")
+    header, entry_cipher = read_header(preamble, entry.read(PREAMBLE.size, min(stop, entry.size)), cipher)
+    if header.size != entry.size:
+        raise CorruptEntry(f"truncated: {entry.size:,} bytes of {header.size:,}")
     return header, entry_cipher
 
 
-def open_chunk(source: Source, cipher: StoreCipher | None = None) -> tuple[Header, ChunkKV]:
+def open_chunk(entry: EntryBytes, cipher: StoreCipher | None = None) -> tuple[Header, ChunkKV]:
     """Open an entry without reading its blocks.
 
     Raises:
         CorruptEntry: if its header is damaged; a damaged block raises the same when it is read.
         OSError: if the bytes cannot be read.
     """
-    header, entry_cipher = open_header(source, cipher)
+    header, entry_cipher = open_header(entry, cipher)
     chunk = ChunkKV(
         header.tokens,
         header.layers,
@@ -135,7 +135,7 @@ def open_chunk(source: Source, cipher: StoreCipher | None = None) -> tuple[Heade
         header.numbers,
         header.probe_layers,
         header.expires,
-        StoredBlocks(source, header, entry_cipher),
+        StoredBlocks(entry, header, entry_cipher),
         header.context,
         header.facts,
         header.extras,
@@ -160,13 +160,13 @@ class StoredBlocks(Blocks):
     """The blocks of an entry as tensors, checked when they are first read.
 
     Args:
-        source: the entry.
+        entry: the entry.
         header: its header.
         cipher: of the entry, or None if it is not encrypted.
     """
 
-    def __init__(self, source: Source, header: Header, cipher: EntryCipher | None) -> None:
-        self._source, self._start, self._cipher = source, header.start, cipher
+    def __init__(self, entry: EntryBytes, header: Header, cipher: EntryCipher | None) -> None:
+        self._entry, self._start, self._cipher = entry, header.start, cipher
         self._blocks = {block.name: block for block in header.blocks}
         self._read: dict[str, Tensor] = {}  # blocks read as a whole
 
@@ -196,7 +196,7 @@ class StoredBlocks(Blocks):
     def _read_pieces(self, block: BlockRange, first: int, last: int) -> Tensor:
         """Read and check pieces `first <= i < last`, which are stored one after the other."""
         begin, end = block.range(first, last)
-        stored = self._source.read(self._start + begin, self._start + end)
+        stored = self._entry.read(self._start + begin, self._start + end)
         size = block.piece_bytes
         for index in range(first, last):
             offset = (index - first) * size

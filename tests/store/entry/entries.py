@@ -12,7 +12,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.header import Header
-from qcfuse_rag.store.entry.reader import MemorySource, open_chunk
+from qcfuse_rag.store.entry.reader import BytesInMemory, open_chunk
 from qcfuse_rag.store.testing import example_key
 
 SECRET = bytes(range(32))
@@ -25,10 +25,10 @@ def written(chunk: ChunkKV, cipher: StoreCipher | None = None) -> bytes:
 
 
 def opened(data: bytes, cipher: StoreCipher | None = None) -> tuple[Header, ChunkKV]:
-    return open_chunk(MemorySource(data), cipher)
+    return open_chunk(BytesInMemory(data), cipher)
 
 
-class CountingSource(MemorySource):
+class CountingSource(BytesInMemory):
     """Remembers which ranges were read."""
 
     def __init__(self, data: bytes) -> None:
