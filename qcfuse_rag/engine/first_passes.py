@@ -26,6 +26,8 @@ from qcfuse_rag.store.prefill_base import FRAMED
 
 TOKENS = 64
 """Tokens of a passage."""
+SAMPLES = 3
+"""Timed prefills; the fastest counts."""
 FEW, MANY = 2, 18
 """Passages of a prompt. With many, kernels split the keys, which is compiled separately."""
 SHORT, LONG = 1, 32
@@ -50,10 +52,10 @@ def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
             TextStream(runner, prefilled, SamplingParams(max_new_tokens=2)).result()
 
 
-def measure_overhead(runner: ModelRunner, prompts: PromptBuilder, *, samples: int = 3) -> float:
+def measure_overhead(runner: ModelRunner, prompts: PromptBuilder) -> float:
     """Return the seconds that a fused prefill takes beyond its passes: lookups, starting to load, scoring.
 
-    With recorded passes these are most of a short prompt's time; without, it is 0. The fastest of some samples counts.
+    With recorded passes these are most of a short prompt's time; without, it is 0.
     """
     prompt = _prompt(prompts, MANY, LONG)
     if runner.prefills.refusal is not None or len(prompt) > runner.lm.window.tokens:
@@ -62,7 +64,7 @@ def measure_overhead(runner: ModelRunner, prompts: PromptBuilder, *, samples: in
     method = make_method("prophetkv", ratio=SOME, base=FRAMED)
     # Loading so few tokens takes the link no time; starting to load is part of the overhead.
     costs = replace(runner.costs(), load_s=0.0, near_load_s=0.0, overhead_s=0.0)
-    taken_s = min(prefill(here, prompt, method).report.timings.ttft_s for _ in range(samples))
+    taken_s = min(prefill(here, prompt, method).report.timings.ttft_s for _ in range(SAMPLES))
     return max(0.0, taken_s - predict_fused_s(estimate_prefill(runner.lm, here.store, prompt, method), costs))
 
 

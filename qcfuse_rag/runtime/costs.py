@@ -35,6 +35,8 @@ differences are the cost of more rows and, on a GPU, of the keys that those rows
 long as a few, hence the larger sizes."""
 ATTENTION_ROWS = 512
 """Rows that are timed on a GPU behind few keys and behind many."""
+SAMPLES = 2
+"""Timed passes of each size; the fastest counts, because other work disturbs it least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,20 +174,19 @@ class MeasuredCosts:
 
 
 @torch.inference_mode()
-def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None, *, samples: int = 2) -> Costs:
-    """Time a few prefills. The fastest sample of each size counts, since other work disturbs it least.
+def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None) -> Costs:
+    """Time a few prefills.
 
     Args:
         lm: the model.
         passes: runs the model's passes; recorded ones are timed too.
-        samples: number of samples of each size.
     """
     sizes = [min(size, lm.window.tokens) for size in SIZES.get(lm.device.type, SIZES["cpu"])]
     small, medium, large, longest = (*sizes, sizes[-1])[:4]
     prefill_once(lm, small)  # a process's first pass pays for one-time setup
 
     def seconds(size: int) -> float:
-        return min(timed(lm.device, partial(prefill_once, lm, size)) for _ in range(samples))
+        return min(timed(lm.device, partial(prefill_once, lm, size)) for _ in range(SAMPLES))
 
     small_s, medium_s = seconds(small), seconds(medium)
     large_s = seconds(large) if large > medium else medium_s
@@ -200,11 +201,11 @@ def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None, *, sa
     recorded_pass_s = None
     if passes is not None:
         run, replayed = _PartialPrefill(lm, passes), passes.replayed
-        partial_s = run.seconds(small, small + 1, samples + 1) if passes.refusal is None else 0.0
+        partial_s = run.seconds(small, small + 1) if passes.refusal is None else 0.0
         if passes.replayed > replayed:  # otherwise other requests used the recorded passes all the time
             recorded_pass_s = max(0.0, partial_s - small * row_s)
         if attended_key_s:
-            sparse_attended_key_s = run.attended_key_s(medium, longest, samples)
+            sparse_attended_key_s = run.attended_key_s(medium, longest)
     pass_s = max(0.0, small_s - small * row_s)
     return Costs(
         pass_s,
@@ -229,7 +230,7 @@ class _PartialPrefill:
     lm: LanguageModel
     passes: PrefillRunner
 
-    def seconds(self, rows: int, length: int, samples: int) -> float:
+    def seconds(self, rows: int, length: int) -> float:
         """Return the seconds of the fastest sample."""
         lm, length = self.lm, min(length, self.lm.window.tokens)
         plan = RowsPlan.between(max(1, length - rows), length, lm.device, lm.sliding)
@@ -238,19 +239,19 @@ class _PartialPrefill:
         for tensor in (*buffer.keys, *buffer.values):
             tensor.zero_()
         finish(lm.device)
-        return min(timed(lm.device, partial(self.passes.forward_rows, ids, plan, buffer)) for _ in range(samples))
+        return min(timed(lm.device, partial(self.passes.forward_rows, ids, plan, buffer)) for _ in range(SAMPLES))
 
-    def attended_key_s(self, few: int, many: int, samples: int) -> float:
+    def attended_key_s(self, few: int, many: int) -> float:
         """Return the seconds of each key that a row attends to, from passes behind few keys and behind many.
 
         It is 0 if the device has no memory for many keys, or if another request used the recorded passes meanwhile.
         """
         replayed = self.passes.replayed
         try:
-            more_s = self.seconds(ATTENTION_ROWS, many, samples) - self.seconds(ATTENTION_ROWS, few, samples)
+            more_s = self.seconds(ATTENTION_ROWS, many) - self.seconds(ATTENTION_ROWS, few)
         except torch.OutOfMemoryError:
             return 0.0
-        if self.passes.replayed - replayed not in (0, 2 * samples):
+        if self.passes.replayed - replayed not in (0, 2 * SAMPLES):
             return 0.0
         return max(0.0, more_s) / ATTENTION_ROWS / (many - few)
 
