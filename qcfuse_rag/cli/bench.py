@@ -116,12 +116,16 @@ def bench_quality(options: BenchQualityOptions) -> None:
     out = options.out
     with progress_bar("asking", "questions") as advance:
         result = measure_quality(options.to_quality_options(), advance)
-    drawn = draw(result["summary"], options.plots or out.parent, out.stem)
     for table in terminal_tables(result["summary"], OUT.width):
         OUT.print(table)
     for line in (LEGEND, *result["about"]["notes"]):
         OUT.print(line, highlight=False, markup=False)
-    print_line("written: " + ", ".join(map(str, [out, out.with_suffix(".md"), *drawn])))
+    written = [out, out.with_suffix(".md")]
+    try:
+        written += draw(result["summary"], options.plots or out.parent, out.stem)
+    except QCFuseError as error:  # without matplotlib
+        print_line(f"no pictures: {error}")
+    print_line("written: " + ", ".join(map(str, written)))
 
 
 def store_table(result: Mapping[str, Any]) -> Table:

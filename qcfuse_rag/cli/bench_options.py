@@ -52,13 +52,13 @@ class BenchSpeedOptions(ModelOptions):
         from qcfuse_rag.evaluation.speed.measure import SpeedOptions
 
         return SpeedOptions(
-            contexts=tuple(map(int, split_names(self.context))),
+            contexts=_parse_counts(self.context, "--context"),
             methods=tuple(configurations(split_names(self.methods), _parse_shares(self.ratios))[1:]),
             tiers=tuple(split_names(self.tiers)),
             numbers=tuple(split_names(self.numbers)) or ("model",),
             chunk=self.chunk,
             repeats=self.repeats,
-            requests=tuple(map(int, split_names(self.requests))),
+            requests=_parse_counts(self.requests, "--requests"),
             throttle=1e6 * self.throttle_mb,
             folder=self.folder,
         )
@@ -87,7 +87,7 @@ class BenchPeerOptions:
             gguf=self.model or Path(default_model()),
             methods=tuple(configurations(split_names(self.methods), _parse_shares(self.ratios))),
             context=self.context,
-            answers=tuple(map(int, split_names(self.answers))),
+            answers=_parse_counts(self.answers, "--answers"),
             repeats=self.repeats,
             weights=self.weights.value,
         )
@@ -142,6 +142,7 @@ class BenchQualityOptions(ModelOptions):
 
     def to_quality_options(self) -> QualityOptions:
         """Return the options of the measurement, with lists read from their texts."""
+        from qcfuse_rag.cli.library.folder import store_folder
         from qcfuse_rag.evaluation.quality.configurations import split_names
         from qcfuse_rag.evaluation.quality.measure import QualityOptions
 
@@ -162,12 +163,22 @@ class BenchQualityOptions(ModelOptions):
             group=self.group,
             pool=tuple(self.pool or ()),
             neighbours=self.neighbours,
-            store=self.store,
+            store=None if self.store is None else store_folder(self.store),
             device=self.device,
             dtype=self.dtype,
             weights=self.weight_format,
             profile=self.profile,
         )
+
+
+def _parse_counts(text: str, option: str) -> tuple[int, ...]:
+    """Read whole numbers with commas between them."""
+    from qcfuse_rag.evaluation.quality.configurations import split_names
+
+    try:
+        return tuple(int(count) for count in split_names(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of whole numbers such as 1,4", param_hint=option) from None
 
 
 def _parse_shares(text: str) -> tuple[float, ...]:

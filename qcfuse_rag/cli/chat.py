@@ -50,22 +50,21 @@ class Conversation:
             PromptTooLong: if it is too long even without the earlier conversation.
         """
         self.last = None  # frees its keys and values
-        left_out = 0
+        history = list(self.history)
         while True:
             try:
-                answer = self.session.answer(question, history=self.history, max_new_tokens=self.max_new_tokens)
+                answer = self.session.answer(question, history=history, max_new_tokens=self.max_new_tokens)
                 break
             except PromptTooLong:
-                if not self.history:
+                if not history:
                     raise
-                del self.history[:2]
-                left_out += 1
-        if left_out:
+                del history[:2]
+        if left_out := (len(self.history) - len(history)) // 2:
             print_note(
                 "note:", f"the model's context is full; the oldest {left_out} question(s) are left out from now on"
             )
         text = print_answer(answer)
-        self.history += [("user", question), ("assistant", text)]
+        self.history = [*history, ("user", question), ("assistant", text)]
         self.last = answer
 
     def explain(self, name: str) -> None:
@@ -115,10 +114,13 @@ def _action(conversation: Conversation, line: str) -> Callable[[], None]:
 
 
 def _uninterrupted(action: Callable[[], None]) -> None:
-    """Do something; an error or Ctrl-C ends it, and the conversation goes on."""
+    """Do something; an error or Ctrl-C ends it, and the conversation goes on, but for errors under `--debug`."""
     try:
         action()
     except KeyboardInterrupt:
         print_line("\ninterrupted; the conversation goes on without this answer", ERR)
-    except (QCFuseError, OSError) as error:
-        print_note("error:", str(error), "red")
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        known = isinstance(error, (QCFuseError, OSError))
+        print_note("error:", str(error) if known else f"{type(error).__name__}: {error}", "red")

@@ -30,8 +30,10 @@ BAR = 24
 
 def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
     """Profile a model, print its layers, and write the profile to the requested files."""
+    template = None
     if options.store is not None:
-        options = LibrarySettings.load(options.store).applied_to(options)
+        settings = LibrarySettings.load(options.store)
+        options, template = settings.applied_to(options), settings.template
     samples = _samples(options)
     figure = (
         None if options.plot is None else new_figure(7, 3)
@@ -40,7 +42,11 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
     written = [path for path in (options.out, in_store) if path is not None]
     with status("loading the model"):
         engine = FusionEngine.load(
-            options.model or default_model(), device=options.device, dtype=options.dtype, weights=options.weight_format
+            options.model or default_model(),
+            template=template,
+            device=options.device,
+            dtype=options.dtype,
+            weights=options.weight_format,
         )
     with engine, engine.store, progress_bar("profiling layers", "questions") as advance:
         profile = profile_layers(

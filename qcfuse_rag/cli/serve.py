@@ -59,6 +59,8 @@ def serve_library(library: Path, options: ServeOptions) -> None:
         raise QCFuseError(f"replicas on Ray have no {' and no '.join(refused)}; leave that out, or --ray")
     if (options.retrieve or options.editable) and not _has_passages(library):
         raise QCFuseError(f"no passages in {library}; --retrieve and --editable need a library of `qcfuse warm run`")
+    if options.remote is None:
+        existing_store_folder(library)  # do not create a library under a misspelt name
     if options.ray is None:
         _serve_in_process(library, method, options, settings, name, token)
     else:
@@ -92,8 +94,6 @@ def _serve_in_process(
     from qcfuse_rag.server.idle_warming import IdleWarming
     from qcfuse_rag.server.playground import add_playground
 
-    if options.remote is None:
-        existing_store_folder(library)  # do not create a library under a misspelt name
     listener = _bind(options)
     with open_library_store(library, remote=options.remote, memory_bytes=options.memory_bytes) as store:
         engine = open_engine(store, method, options, settings)

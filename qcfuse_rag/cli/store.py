@@ -13,6 +13,7 @@ from qcfuse_rag.cli.options import Json, Tenant
 from qcfuse_rag.errors import QCFuseError
 
 if TYPE_CHECKING:
+    from qcfuse_rag.store.admin import ChangeReport
     from qcfuse_rag.store.documents.sources import Sources
 
 store_app = typer.Typer(help="Inspect and maintain a store.", no_args_is_help=True)
@@ -277,6 +278,7 @@ def compress(
         as_json,
         f"{report.done} entries, {size(report.bytes_before)} before, {size(report.bytes_after)} after",
     )
+    _require_all(report)
 
 
 @store_app.command()
@@ -305,7 +307,14 @@ def move(
         origin, target = (store, remote) if to is not None else (remote, store)
         with progress_bar("moving", "entries") as advance:
             report = move_entries(origin, target, selected, keep=keep, progress=advance)
-    print_result(report.to_dict(), as_json, f"{report.done} entries moved, {len(report.missing)} could not be moved")
+    print_result(report.to_dict(), as_json, f"{report.done} entries {'copied' if keep else 'moved'}")
+    _require_all(report)
+
+
+def _require_all(report: ChangeReport) -> None:
+    """End with exit code 1 if entries could not be read or written."""
+    if report.missing:
+        raise QCFuseError(f"{len(report.missing)} entries are left as they were: {', '.join(list(report.missing)[:5])}")
 
 
 def _require_document(documents: Sources, source: str) -> None:

@@ -66,16 +66,17 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
         unread: list[str] = []
         passages = read_documents(engine, options, unread)
         require_passages(passages, options)
-        texts = [text for document_texts in passages.values() for text in document_texts]
+        sources, texts = zip(*((source, text) for source in passages for text in passages[source]), strict=True)
         chunk_ids = [engine.prompts.chunk_ids(text) for text in texts]
         plan = engine.corpus.warm_job(chunk_ids, batch_tokens=options.batch_tokens).plan(
             measure=True, limit_bytes=limit
         )
+    failed = [(sources[index], reason) for index, reason in plan.failed]
     documents = _count_with_text(passages)
     free = shutil.disk_usage(library if library.exists() else Path.cwd()).free
     if as_json:
         counts = {"documents": documents, "passages": len(texts), "unread": unread}
-        print_json({**counts, **plan.to_dict(), "disk_free_bytes": free})
+        print_json({**counts, **plan.to_dict(), "failed": failed, "disk_free_bytes": free})
         return
     print_line(
         f"{documents} documents, {len(texts)} passages: {plan.to_warm} caches to prefill ({plan.tokens:,} tokens), "
@@ -84,7 +85,7 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
     OUT.print(f"would take {size(plan.size_bytes)} of {size(free)} free, and about {duration(plan.seconds or 0.0)}")
     if plan.left_out:
         OUT.print(f"[yellow]{plan.left_out} caches do not fit the store's limit[/yellow]; raise --limit-gb")
-    _print_failed(plan.failed)
+    _print_failed(failed)
     _print_unread(unread)
 
 
@@ -97,7 +98,9 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     _require_dtype(options)
     paths = [str(path.resolve() if path.exists() else path) for path in options.paths]
     remote = options.remote and url_without_secrets(options.remote)
-    record = JobRecord(library, {**asdict(options), "paths": paths, "remote": remote})
+    model, embedder = (value and model_name(value) for value in (options.model, options.embedder))
+    recorded = {"paths": paths, "remote": remote, "model": model, "embedder": embedder}
+    record = JobRecord(library, {**asdict(options), **recorded})
     with job_lock(library):
         try:
             summary, verified = _warm(settings, options, record)
@@ -190,7 +193,8 @@ def _warm(settings: LibrarySettings, options: WarmOptions, record: JobRecord) ->
             )
         engine.corpus.close()
     counts = {"documents": _count_with_text(documents), "passages": len(texts), "unread": unread}
-    return {**counts, **summary.to_dict()}, engine.verdict is not None
+    failed = [(pairs[index][0], reason) for index, reason in summary.failed]
+    return {**counts, **summary.to_dict(), "failed": failed}, engine.verdict is not None
 
 
 def _require_dtype(options: WarmOptions) -> None:
@@ -252,16 +256,19 @@ def _print_offer(library: Path, options: WarmOptions) -> None:
     print_line(f"`{command}` finds the share to recompute at which answers on these passages are near full prefill's")
 
 
-def _print_failed(failed: Sequence[tuple[int, str]]) -> None:
-    for index, reason in failed:
-        print_note("not stored", f"passage {index}: {reason}")
+def _print_failed(failed: Sequence[tuple[str, str]]) -> None:
+    _print_reasons("not stored:", [f"a passage of {source}: {reason}" for source, reason in failed])
 
 
 def _print_unread(unread: Sequence[str]) -> None:
-    for reason in unread[:MAX_PRINTED_REASONS]:
-        print_note("passed over:", reason)
-    if len(unread) > MAX_PRINTED_REASONS:
-        print_note(f"and {len(unread) - MAX_PRINTED_REASONS:,} more:", "--json lists all")
+    _print_reasons("passed over:", unread)
+
+
+def _print_reasons(label: str, reasons: Sequence[str]) -> None:
+    for reason in reasons[:MAX_PRINTED_REASONS]:
+        print_note(label, reason)
+    if len(reasons) > MAX_PRINTED_REASONS:
+        print_note(f"and {len(reasons) - MAX_PRINTED_REASONS:,} more:", "--json lists all")
 
 
 def _count_with_text(documents: Mapping[str, Sequence[str]]) -> int:

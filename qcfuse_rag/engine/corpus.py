@@ -154,7 +154,8 @@ class Corpus:
             for source, chunk in zip(sources_of, chunks, strict=True)
         ]
         kept = [(text, chunk) for text, chunk, gone in zip(texts, chunks, forgotten, strict=True) if not gone]
-        self._note_signatures(kept, bases[0], warmed=summary.warmed > 0)
+        if bases:
+            self._note_signatures(kept, bases[0], warmed=summary.warmed > 0)
         return summary
 
     def warm_job(

@@ -112,20 +112,24 @@ class EngineHandle:
     def engine(self) -> FusionEngine:
         """The engine; the model is loaded on first use."""
         with self._making:
-            self._engine = self._engine or self._load()
-            return self._engine
+            return self._loaded()
 
     @property
     def scheduler(self) -> Scheduler:
         """The scheduler that answers requests; started on first use, and again after a fork."""
-        engine = self.engine
         with self._making:
+            engine = self._loaded()
             if self._scheduler is None or self._process != os.getpid():  # a thread does not survive a fork
                 self._scheduler, self._process = Scheduler(engine, self._settings), os.getpid()
                 # The scheduler's thread must not keep the model when the last reference to this handle is gone.
                 finalizer = weakref.finalize(self, self._scheduler.close, drain=False, wait=False)
                 self._detach_finalizer = finalizer.detach
             return self._scheduler
+
+    def _loaded(self) -> FusionEngine:
+        """Return the engine, loaded if it is not yet; the caller holds the lock."""
+        self._engine = self._engine or self._load()
+        return self._engine
 
     def for_settings(self, settings: Mapping[str, Any]) -> EngineHandle:
         """Return this handle if its engine is, or will be, loaded by these settings; else a new one.

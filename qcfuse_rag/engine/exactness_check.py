@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -58,17 +59,18 @@ class ExactnessCheck:
 
     @property
     def largest(self) -> float:
-        """The largest of the three differences."""
+        """The largest of the three differences; infinite if the engine's logits are not numbers."""
         return max(self.all_rows, self.question_rows, self.step)
 
     @property
     def passed(self) -> bool:
         """Whether all differences are within the tolerance."""
-        return self.largest <= self.tolerance
+        return math.isfinite(self.largest) and self.largest <= self.tolerance
 
-    def to_dict(self) -> dict[str, float | bool]:
-        """Return plain data for JSON."""
-        return {**asdict(self), "passed": self.passed}
+    def to_dict(self) -> dict[str, float | bool | None]:
+        """Return plain data for JSON; an infinite difference is None."""
+        figures = {name: value if math.isfinite(value) else None for name, value in asdict(self).items()}
+        return {**figures, "passed": self.passed}
 
 
 @torch.inference_mode()
@@ -195,4 +197,6 @@ def _segment_tokens(lm: LanguageModel) -> int:
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().max() / theirs.std().clamp_min(1e-6))
+    """Return the largest difference in standard deviations; infinite if a logit is not a number."""
+    difference = float((ours - theirs).abs().max() / theirs.std().clamp_min(1e-6))
+    return math.inf if math.isnan(difference) else difference

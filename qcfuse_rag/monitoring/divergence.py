@@ -55,11 +55,16 @@ class AnswerDivergence:
 
 
 def divergence(oracle: Tensor, other: Tensor) -> float:
-    """Return the Kullback-Leibler divergence KL(oracle || other) of two `[vocabulary]` logits, in nats."""
+    """Return the Kullback-Leibler divergence KL(oracle || other) of two `[vocabulary]` logits, in nats.
+
+    It is NaN if logits are NaN.
+    """
     if oracle.device.type == "mps":  # has no float64
         oracle, other = oracle.cpu(), other.cpu()
     log_p, log_q = oracle.double().log_softmax(-1), other.double().log_softmax(-1)
-    return max(0.0, float((log_p.exp() * (log_p - log_q)).sum()))
+    p = log_p.exp()
+    terms = (p * (log_p - log_q)).masked_fill(p == 0, 0.0)  # both logits of a token may be -inf
+    return max(float(terms.sum()), 0.0)  # in this order, NaN stays NaN
 
 
 def compare_answers(full: Tensor, other: Tensor) -> AnswerDivergence:

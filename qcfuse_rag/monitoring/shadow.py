@@ -265,7 +265,7 @@ class Shadow:
             self._comparisons.append((compared.mean_kl, compared.top1, compared.identical))
             self._compared += 1
             mean = fmean(kl for kl, *_ in self._comparisons)
-            self._sustained = len(self._comparisons) == self.settings.window and mean > self.settings.limit
+            self._sustained = len(self._comparisons) == self.settings.window and not mean <= self.settings.limit
             if not self._sustained:
                 return
             if self.settings.on_drift == "full":

@@ -11,11 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel
 from qcfuse_rag.cli import ask
+from qcfuse_rag.cli.chat import Conversation
+from qcfuse_rag.cli.library.session import LibraryAnswer
+from qcfuse_rag.errors import PromptTooLong
 from tests.support.cli import Run
 from tests.support.families import build_model
 
@@ -82,6 +86,17 @@ def test_commands_are_listed_and_unknown_ones_are_named(say) -> None:  # type: i
     assert code == 0
     assert all(command in out for command in ("/explain", "/help", "/quit"))
     assert "There is no command /hello; /help lists the commands." in out
+
+
+def test_a_question_that_never_fits_leaves_the_conversation_as_it_was() -> None:
+    def answer(question: str, **_: object) -> LibraryAnswer:
+        raise PromptTooLong(f"{question} exceeds the context window")
+
+    turns = [("user", "Who?"), ("assistant", "Orla.")]
+    conversation = Conversation(SimpleNamespace(answer=answer), 3, list(turns))  # type: ignore[arg-type]
+    with pytest.raises(PromptTooLong):
+        conversation.ask("too long")
+    assert conversation.history == turns
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 from qcfuse_rag import DiskStore, open_store
 from qcfuse_rag.cli.library.job_record import JobRecord
 from qcfuse_rag.models.fingerprint import digest
-from qcfuse_rag.retrieval.index import Passage, PassageIndex
+from qcfuse_rag.retrieval.index import IndexedPassage, PassageIndex
 from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.testing import example_chunk, example_key
@@ -76,9 +76,8 @@ def test_no_name_or_hash_stays_in_a_library_after_forget(run: Run, folder: Path,
     library, name, text = folder.parent, "minutes-of-the-board.txt", "the board met in secret"
     with DiskStore(folder) as store, closing(Sources(store)) as sources:
         sources.replace(name, [example_key(number) for number in range(10, 200)])
-    PassageIndex("e", [Passage(name, text), Passage("boats", "boats")], np.zeros((2, 1), np.float32)).save(
-        library / "passages"
-    )
+    passages = [IndexedPassage(name, text), IndexedPassage("boats", "boats")]
+    PassageIndex("e", passages, np.zeros((2, 1), np.float32)).save(library / "passages")
     log = RetrievalLog(library / "passages")
     log.note([text, "boats"])
     log.note([text])
@@ -130,6 +129,9 @@ def test_compress(run: Run, folder: Path) -> None:
     report = run.json("store", "compress", "--store", folder, "--source", "boats")
     assert (report["done"], report["unchanged"]) == (2, 0)
     assert report["bytes_after"] < report["bytes_before"]
+    code, _, err = run("store", "compress", "--store", folder, "0" * 64)
+    assert code == 1
+    assert "1 entries are left as they were" in err
     everything = run.json("store", "compress", "--store", folder)
     assert (everything["done"], everything["unchanged"]) == (2, 2)
     with DiskStore(folder) as store:
@@ -172,7 +174,8 @@ def test_what_a_remote_that_is_away_still_has_is_removed_once_it_is_back(
 
 def test_a_library_forgets_passages_as_well_and_is_wiped_with_them(run: Run, folder: Path) -> None:
     library = folder.parent
-    index = PassageIndex("M", [Passage("boats", "It floats."), Passage("mills", "It turns.")], np.eye(2, dtype="f4"))
+    passages = [IndexedPassage("boats", "It floats."), IndexedPassage("mills", "It turns.")]
+    index = PassageIndex("M", passages, np.eye(2, dtype="f4"))
     index.save(library / "passages")
     (library / "warm.json").write_text("{}")
     (folder / "profile.json").write_text("{}")

@@ -77,9 +77,8 @@ def test_status_and_resume(
 ) -> None:
     store = tmp_path / "s"
     monkeypatch.chdir(documents.parent)
-    run.json(
-        "warm", "run", documents.name, "--store", store, "--model", model_folder, "--device", "cpu", "--base", "framed"
-    )
+    model = os.path.relpath(model_folder, documents.parent)
+    run.json("warm", "run", documents.name, "--store", store, "--model", model, "--device", "cpu", "--base", "framed")
     status = run.json("warm", "status", "--store", store)
     assert (status["state"], status["summary"]["warmed"]) == ("finished", 3)
     assert status["done_tokens"] == status["total_tokens"] == status["summary"]["tokens"]

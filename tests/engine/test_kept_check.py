@@ -143,3 +143,11 @@ def test_a_file_in_place_of_the_folder_leaves_the_check(lm: LanguageModel, measu
     assert check_exact_once(lm).passed
     assert check_exact_once(lm).passed
     assert len(measured) == 2
+
+
+@pytest.mark.parametrize("tolerance", [1e-3, float("inf")])
+def test_logits_that_are_no_numbers_never_pass(tolerance: float) -> None:
+    difference = exactness_check._difference(torch.full((4,), float("nan")), torch.arange(4.0))
+    check = exactness_check.ExactnessCheck(0.0, difference, 0.0, tolerance)
+    assert not check.passed
+    assert json.loads(json.dumps(check.to_dict(), allow_nan=False))["question_rows"] is None

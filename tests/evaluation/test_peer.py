@@ -62,3 +62,8 @@ def test_another_file_than_gguf_is_refused(tmp_path: Path) -> None:
 
 def _shared(first: peer.Ids, second: peer.Ids) -> int:
     return next(i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
+
+
+def test_answers_of_one_token_are_refused_before_anything_is_timed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        PeerOptions(gguf=tmp_path / "model.gguf", methods=(), answers=(1, 32))

@@ -290,9 +290,9 @@ def test_records_of_caches_made_beside_other_passages_are_made_anew(bench: Bench
 
 @pytest.mark.slow
 def test_what_relaycaching_is_measured_without_is_said(bench: Bench) -> None:
-    assert "generated before" not in str(bench("--methods", "reuse", "--size", 1)["about"]["notes"])
+    assert "a model generated" not in str(bench("--methods", "reuse", "--size", 1)["about"]["notes"])
     bench("--methods", "relaycaching", "--size", 1)
-    says = "relaycaching: no passage here is a text that was generated before"
+    says = "relaycaching: it is made for passages that a model generated"
     assert says in bench.printed
     assert says in (bench.out.parent / "r.md").read_text()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from qcfuse_rag.evaluation.quality.configurations import configurations, split_n
 from qcfuse_rag.evaluation.quality.metrics import exact_match, rouge_l, rouge_scorer, scores, token_f1
 from qcfuse_rag.evaluation.quality.offline import CAPTURED_TOGETHER, NeighbourPool, OfflineCost, prepare
 from qcfuse_rag.evaluation.quality.summary import NEARNESS, mean_interval, summarize
-from qcfuse_rag.evaluation.quality.tables import row
+from qcfuse_rag.evaluation.quality.tables import draw, row
 from qcfuse_rag.ingestion.neighbours import covering_groups
 from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
 from qcfuse_rag.verification.checks import string_match
@@ -290,6 +291,13 @@ def test_a_passage_captured_in_several_groups_is_one_passage(
     costs = prepare(engine, chosen, PASSAGES)
     assert costs["capture variant, warm framed"].chunks == len(PASSAGES)
     assert prepare(engine, chosen, PASSAGES)["capture variant, warm framed"].chunks == 0
+
+
+def test_equal_scores_can_be_drawn(tmp_path: Path) -> None:
+    """The mean of 103 equal scores is outside of its interval by a rounding error."""
+    line = {"dataset": "d", "method": "full", "base": None, "ratio": 1.0, "ttft_s": 1.0, "n": 103, "f1": 1.0}
+    interval = mean_interval([1.0] * 103)
+    assert [path.exists() for path in draw([{**line, "intervals": {"f1": interval}}], tmp_path, "r")] == [True, True]
 
 
 def words(text: str) -> int:

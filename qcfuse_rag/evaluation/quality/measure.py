@@ -98,6 +98,7 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
     ):
         examples, sources = read_examples(options, engine)
         notes = on_distractors(examples) if options.distractors is not None else []
+        notes += [f"the profile in the store is not used: {engine.profile_ignored}"] if engine.profile_ignored else []
         conditions = _conditions(options, engine, sources)
         with closing(RecordLog(options.out.with_suffix(".partial.jsonl"), conditions)) as log:
             group, pool = conditions["group"], _pool(options)
@@ -159,9 +160,11 @@ def read_examples(options: QualityOptions, engine: FusionEngine) -> tuple[list[E
 
 def _conditions(options: QualityOptions, engine: FusionEngine, sources: dict[str, str]) -> dict[str, Any]:
     """Return the conditions on which records depend; methods and the number of questions may change."""
+    about = about_run(engine.lm, options.model)
+    machine = {name: about[name] for name in ("device", "threads")}
     return {
         "model": engine.lm.fingerprint.digest,
-        "device": str(engine.lm.device),
+        **machine,
         "critical_layers": engine.lm.critical_layers,
         "datasets": sources,
         **{name: getattr(options, name) for name in ("distractors", "top_k", "seed", "max_new_tokens")},
@@ -200,8 +203,8 @@ def on_methods(records: Iterable[Record]) -> list[str]:
         answers[record["method"]] += 1
         in_full[record["method"]] += (record.get("fallback") or "").startswith(IN_FULL)
     notes = [
-        f"{method}: {count} of {answers[method]} answers were computed in full, as its guard found that no slower; "
-        "[guard=false] measures what it does otherwise"
+        f"{method}: {count} of {answers[method]} answers were computed in full, because the guard predicted no gain; "
+        f"{method_name(method)}[guard=false] measures fused answers"
         for method, count in in_full.items()
         if count
     ]
@@ -209,6 +212,6 @@ def on_methods(records: Iterable[Record]) -> list[str]:
         return notes
     return [
         *notes,
-        "relaycaching: no passage here is a text that was generated before, which is what it is made for; measured is "
-        "how it repairs the stored caches of its base",
+        "relaycaching: it is made for passages that a model generated, and these are not; the result shows only how it "
+        "repairs the stored caches of its base",
     ]

@@ -169,7 +169,8 @@ def _draw(lines: Sequence[Mapping[str, Any]], dataset: str, quality: str, agains
         x = [point[against] for point in points]
         y = [point[quality] for point in points]
         bounds = [point["intervals"][quality] for point in points]
-        error = [[b["mean"] - b["low"] for b in bounds], [b["high"] - b["mean"] for b in bounds]]
+        # Rounding can put the mean of equal scores outside of its interval.
+        error = [[max(0.0, b["mean"] - b["low"]) for b in bounds], [max(0.0, b["high"] - b["mean"]) for b in bounds]]
         colour = "black" if method == FULL else f"C{index % 10}"
         name = f"{method} ({base})" if base else method
         style = STYLES[index % len(STYLES)]

@@ -74,8 +74,8 @@ class SpeedOptions:
     folder: Path | None = None
 
     def __post_init__(self) -> None:
-        numbers = (*self.contexts, *self.requests, self.chunk, self.repeats)
-        if min(numbers) < 1 or not self.throttle > 0:
+        counts = (*self.contexts, *self.requests, self.chunk, self.repeats)
+        if min(counts) < 1 or not self.throttle > 0:
             raise ValueError("contexts, requests, chunk, repeats and throttle must be more than 0")
 
 
@@ -83,6 +83,8 @@ def run_speed(
     lm: LanguageModel, options: SpeedOptions, out: Path | None, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Measure and return plain data; write `out` after each context, with Markdown and a picture beside it."""
+    if out is not None and out.suffix != ".json":
+        raise QCFuseError(f"the result is JSON, its table goes beside it: call it something.json, not {out}")
     if not options.tiers:
         gpu = lm.device.type == "cuda"
         options = replace(options, tiers=("pinned", "device", "disk") if gpu else ("memory", "disk"))
@@ -118,6 +120,7 @@ def measure_speed(
     """
     result: dict[str, Any] = {"kv_bytes_per_token": lm.kv_bytes_per_token, "prefill": [], "decode": []}
     generator = torch.Generator().manual_seed(0)
+    prompts = [random_prompt(lm, context, options.chunk, generator) for context in options.contexts]
     with ExitStack() as stack:
         tiers = open_tiers(lm, options.tiers, options.numbers, stack, throttle=options.throttle, folder=options.folder)
         ceilings, runner = measure_ceilings(lm), ModelRunner(lm, tiers[0].store)
@@ -130,8 +133,7 @@ def measure_speed(
         if options.requests:
             result["step_recording_s"] = seconds(lm, lambda: runner.decodes.compile(options.requests))
             result["step_recording_refusal"] = runner.decodes.refusal
-        for done, context in enumerate(options.contexts):
-            prompt = random_prompt(lm, context, options.chunk, generator)
+        for done, prompt in enumerate(prompts):
             fill(lm, [tier.store for tier in tiers], prompt, [chosen.method for chosen in options.methods])
             result["prefill"] += _prefills(runners, tiers, prompt, options)
             method = (options.methods or (FULL_CONFIGURATION,))[0].method

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,8 +54,10 @@ class PeerOptions:
     weights: str = "auto"
 
     def __post_init__(self) -> None:
-        if min(self.context, self.repeats, *self.answers) < 1:
-            raise ValueError("context, answers and repeats must be more than 0")
+        if min(self.context, self.repeats) < 1:
+            raise ValueError("context and repeats must be more than 0")
+        if not self.answers or min(self.answers) < 2:
+            raise ValueError("answers need at least 2 tokens, or there is no step to time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ def compare_peer(options: PeerOptions, progress: Callable[[int, int], None] | No
     """
     if options.gguf.suffix != ".gguf":
         raise QCFuseError(f"llama.cpp needs a GGUF file, and {options.gguf} is none")
+    _xllamacpp()
     lengths = sorted({1, *options.answers})
     with FusionEngine.load(str(options.gguf), device="cpu", weights=options.weights, prefix_bytes=0) as engine:
         texts, prompts = _prompts(engine, options.context)
@@ -181,12 +185,16 @@ def _complete(server: Any, ids: Ids, length: int, *, keep: bool, reuse: int) -> 
         raise QCFuseError(f"llama.cpp has not answered {len(ids)} tokens with {length}: {answer}")
 
 
-@contextmanager
-def _llama_server(gguf: Path, context: int) -> Iterator[Any]:
+def _xllamacpp() -> Any:
     try:
-        import xllamacpp
+        return import_module("xllamacpp")
     except ImportError as error:
         raise QCFuseError("a comparison with llama.cpp needs xllamacpp: pip install 'qcfuse-rag[llamacpp]'") from error
+
+
+@contextmanager
+def _llama_server(gguf: Path, context: int) -> Iterator[Any]:
+    xllamacpp = _xllamacpp()
     params = xllamacpp.CommonParams()
     params.model.path = str(gguf)
     params.n_ctx = context

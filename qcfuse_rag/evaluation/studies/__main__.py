@@ -48,10 +48,10 @@ def main() -> None:
     logging.disable(logging.WARNING)
     function = name.replace("-", "_")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(to_command(getattr(import_module(f"qcfuse_rag.evaluation.studies.{function}"), function)))
     try:
+        app.command()(to_command(getattr(import_module(f"qcfuse_rag.evaluation.studies.{function}"), function)))
         app(args=arguments, prog_name=f"{PROGRAM} {name}")
-    except (QCFuseError, ValueError, OSError) as error:
+    except (QCFuseError, ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {error}")
 
 

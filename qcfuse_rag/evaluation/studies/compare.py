@@ -18,6 +18,7 @@ COLUMNS = (
     "method", "base", "ratio", "rows of full", "identical", "KL", "KL, median", "F1", "F1 - full", "NLL - full", "off",
     "time of full",
 )  # fmt: skip
+CONDITIONS = ("model", "device", "seed", "distractors", "top_k", "max_new_tokens")
 COMPARED, TITLES = ("identical", "answer_kl", "f1", "nll", "off"), ("identical", "KL", "F1", "NLL", "off")
 
 Group = dict[tuple[str, str], dict[str, Any]]  # the records of a configuration by dataset and question
@@ -32,6 +33,8 @@ def compare(results: list[Path], method: str = "auto", plot: Path | None = None)
     KL against time to first token.
     """
     groups = _read(results)
+    if not any(name == method for name, _, _ in groups):
+        raise QCFuseError(f"no file has the method {method!r}")
     full = groups[FULL, None, 1.0]
     for group in groups.values():
         for question, record in group.items():
@@ -70,8 +73,17 @@ def compare(results: list[Path], method: str = "auto", plot: Path | None = None)
 
 def _read(paths: list[Path]) -> dict[Key, Group]:
     groups: dict[Key, Group] = {}
+    fixed: dict[str, Any] = {}
     for path in paths:
-        for record in json.loads(path.read_text("utf-8"))["records"]:
+        result = json.loads(path.read_text("utf-8"))
+        if not isinstance(result, dict) or not {"records", "about"} <= result.keys():
+            raise QCFuseError(f"{path} is no result of `qcfuse bench quality`")
+        conditions = result["about"]["conditions"]
+        facts = {name: conditions.get(name) for name in CONDITIONS} | conditions["datasets"]
+        differing = [name for name, value in facts.items() if fixed.setdefault(name, value) != value]
+        if differing:
+            raise QCFuseError(f"{path} differs from the files before it in {', '.join(differing)}; give equal runs")
+        for record in result["records"]:
             if "answer_kl" not in record:
                 raise QCFuseError(f"{path} compares first tokens only, not answers; run `qcfuse bench quality` again")
             key = (record["method"], record["base"], record["ratio"])

@@ -58,7 +58,7 @@ async def _measure(engine: FusionEngine, requests: int, params: SamplingParams) 
 
     long_request = asyncio.create_task(ask(0, SamplingParams(max_new_tokens=2000)))
     others = [asyncio.create_task(ask(number)) for number in range(1, min(5, requests))]
-    while served.scheduler.active < 2:
+    while served.scheduler.active < 2 and not long_request.done():
         await asyncio.sleep(TICK_S)
     long_request.cancel()
     started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import fmean, median
 
 from rich.table import Table
@@ -24,7 +25,7 @@ DEPTHS = {
 """The depths between which attention counts, as shares of the layers."""
 
 
-def probe_layers(run: StudyRun, files: DataFiles, ratio: float = 0.05) -> StudyResult:
+def probe_layers(run: StudyRun, files: DataFiles, ratio: float = 0.05, store: Path | None = None) -> StudyResult:
     """Compare the layers that the probe of `auto` may look at; the pass and its wait for caches end after the last.
 
     Each side is `auto` with attention counted between two depths. KL is in nats, from full prefill of the same prompt;
@@ -43,7 +44,7 @@ def probe_layers(run: StudyRun, files: DataFiles, ratio: float = 0.05) -> StudyR
             kl[name].append(divergence(exact, fused.logits))
             share[name].append(fused.report.timings.probe_s / fused.report.timings.ttft_s)
 
-    for _ in files.measure(run, make_method("auto").bases, measure):
+    for _ in files.measure(run, make_method("auto").bases, measure, store):
         run.keep({"kl": kl, "probe_share": share})
     table = Table("layers", "KL", "KL, median", "less auto", "probe")
     for name, values in kl.items():

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.quality.metrics import token_f1
-from qcfuse_rag.evaluation.questions import read_dataset
+from qcfuse_rag.evaluation.questions import first_passages, read_dataset
 from qcfuse_rag.evaluation.studies.runner import FULL_PREFILL, StudyResult, StudyRun, demo_questions, load_engine
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.decode import TextStream
@@ -82,7 +82,12 @@ def quantization(
 def _read(path: Path, count: int, passages: int) -> list[Sample]:
     """Read questions, each with its supporting passages and then others, up to `passages`."""
     examples = read_dataset(path, size=count)
-    return [example.with_distractors(max(0, passages - len(example.supporting))) for example in examples]
+    return [
+        example.with_distractors(max(0, passages - len(example.supporting)))
+        if example.supporting
+        else first_passages(example, passages)
+        for example in examples
+    ]
 
 
 def _answer_f1(engine: FusionEngine, prefilled: Prefilled, answers: Sequence[str]) -> float:

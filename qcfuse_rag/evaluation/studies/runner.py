@@ -123,7 +123,6 @@ class DataFiles:
     size: int = 20
     skip: int = 0
     distractors: int = 2
-    store: Path | None = None
 
     def examples(self) -> list[Example]:
         """Read the questions of all files."""
@@ -132,11 +131,15 @@ class DataFiles:
         return [example.with_distractors(self.distractors) if example.supporting else example for example in examples]
 
     def measure(
-        self, run: StudyRun, bases: Iterable[Base], measure: Callable[[FusionEngine, Prompt], T]
+        self,
+        run: StudyRun,
+        bases: Iterable[Base],
+        measure: Callable[[FusionEngine, Prompt], T],
+        store: Path | None = None,
     ) -> Iterator[T]:
-        """Yield a measurement of each question; its passages are warmed first."""
+        """Yield a measurement of each question; its passages are warmed first, into a store in memory or a folder."""
         bases = tuple(bases)
-        with load_engine(self.model, self.store) as engine:
+        with load_engine(self.model, store) as engine:
             for example in run.track(self.examples()):
                 engine.warm(example.passages, bases=bases)
                 yield measure(engine, engine.prompt(example.question, example.passages))
