@@ -2,9 +2,10 @@
 
 Rows that read fused caches pay the passages more or less attention than rows that read full prefill's. In many heads
 the difference hardly depends on the question. A bias for each head corrects it: a number that is added to the head's
-scores on passages that are not exact. Attention over these passages and over the rest is joined by the logarithms of
-their sums, so the correction costs next to nothing. Adaptive parallel encoding (APE, arXiv 2502.05431) scales this sum
-by one factor for all heads; here each head has its own, fitted to model and library by `verification.calibration`.
+scores on the keys from the first passage that is not exact to the last. Attention over these keys and over the rest is
+joined by the logarithms of their sums, so the correction costs next to nothing. Adaptive parallel encoding (APE, arXiv
+2502.05431) scales this sum by one factor for all heads; here each head has its own, fitted to model and library by
+`verification.calibration`.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class Calibration:
             None if there is nothing to correct: everything is exact or recomputed, the wording is another, or the model
             has other layers.
         """
-        left = sum(len(placed.span) for placed in candidates) - selected
+        inexact = [(placed.span.start, placed.span.stop) for placed in candidates] + fused.inexact_prefix_passages
+        left = sum(stop - start for start, stop in inexact) - selected
         if left <= 0 or hash_ids(fused.prompt.prefix_ids) != self.prefix or len(self.biases) != fused.lm.n_layers:
             return None
-        first = min(placed.span.start for placed in candidates)
-        last = max(placed.span.stop for placed in candidates)
+        first, last = min(start for start, _ in inexact), max(stop for _, stop in inexact)
         start = max(span.stop for span in fused.prompt.chunks)
         return ReaderBias(torch.tensor(self.biases, device=fused.lm.device), start, first, last)

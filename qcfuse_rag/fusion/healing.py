@@ -50,6 +50,8 @@ class AttendedTokens:
         for lookup in prefilled.report.lookups:
             if lookup.hit:
                 reused[lookup.start : lookup.start + lookup.tokens] = True
+        for span in prefilled.prompt.chunks:  # of earlier turns
+            reused[span.start : min(span.stop, prefilled.report.prefix_tokens)] = True
         reused[: prefilled.exact_tokens] = False
         reused[list(prefilled.report.selected)] = False
         self.left = int(share * int(reused.sum()))

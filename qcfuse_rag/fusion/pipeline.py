@@ -27,7 +27,7 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_hooks import LayerHook, NestedRows
 from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
 from qcfuse_rag.runtime.loading.source import LateMissError
-from qcfuse_rag.runtime.loading.wait_budget import WaitBudget, call_with_timeout
+from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.quantization import LOSSLESS
@@ -155,9 +155,12 @@ def _ask_guard(
         # With no passage stored, fusing is full prefill that also reports the misses.
         if not estimate.stored_tokens or 0 < estimate.passages == estimate.absent:
             return GuardDecision()
-        costs = call_with_timeout(wait_budget.left_s, runner.costs)
+        costs = runner.costs(wait_budget.left_s)
     except TimeoutError as error:
         return GuardDecision(f"everything is computed: the store gave {error}")
+    except Exception as error:  # such as no memory for a measured pass; the prompt is fused without a guard
+        LOG.warning("the guard is not asked: %s: %s", type(error).__name__, error)
+        return GuardDecision()
     refusal = method.guard.refusal(estimate, costs)
     if refusal is None:
         return GuardDecision(None, predict_fused_s(estimate, costs))

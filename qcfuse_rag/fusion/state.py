@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.fusion.adapters import AdaptedChunk, Adapter, PlacementContext
+from qcfuse_rag.fusion.adapters import AdaptedChunk, Adapter
+from qcfuse_rag.fusion.chunk_lookup import SegmentLookup, look_up_segments, segments_to_look_up
 from qcfuse_rag.fusion.report import Lookup
 from qcfuse_rag.prompts.segments import Prompt, Role, Span
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -24,7 +25,7 @@ from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import BASES, BLIND, Base
+from qcfuse_rag.store.prefill_base import Base
 from qcfuse_rag.store.slice import slice_chunk
 
 
@@ -43,16 +44,6 @@ class PlacedChunk:
     chunk: ChunkKV
     exact: bool
     demand: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentLookup:
-    """A segment to look up: its positions, its key, the base of the key, and what adapts the chunk."""
-
-    span: Span
-    key: ChunkKey
-    base: Base
-    adapter: Adapter | None
 
 
 @dataclass(slots=True, eq=False)
@@ -122,11 +113,9 @@ class FusedPrompt:
             LateMissError: if the runner does not overlap loading with computing and a chunk cannot be read.
         """
         refused, wait_budget = refused or {}, wait_budget or WaitBudget(None)
-        segments = self._segments(base, adapter, start)
-
-        def look_up() -> list[AdaptedChunk | Miss]:
-            return [refused.get(segment.span.start) or self._look_up(segment) for segment in segments]
-
+        segments = segments_to_look_up(self.lm, self.prompt, base, adapter, start)
+        # The call refers to no buffer: a store that hangs would keep it alive.
+        look_up = partial(look_up_segments, self.lm, self.runner.store, self.prompt, segments, refused)
         try:
             outcomes = wait_budget.call(look_up)
         except TimeoutError:
@@ -200,6 +189,15 @@ class FusedPrompt:
         """The placed passages, without the system prefix."""
         return [placed for placed in self.placed if placed.span.segment.role is Role.CHUNK]
 
+    @property
+    def inexact_prefix_passages(self) -> list[tuple[int, int]]:
+        """Ranges of passages that an earlier request has computed and that are not full prefill's."""
+        return [
+            (max(span.start, self.prefix_exact), min(span.stop, self.prefix_tokens))
+            for span in self.prompt.chunks
+            if span.start < self.prefix_tokens and span.stop > self.prefix_exact
+        ]
+
     def probe_rows(self, *, suffix: bool = False) -> Tensor:
         """Return the rows that ask: all text that is not stored, up to the end of the question.
 
@@ -221,54 +219,6 @@ class FusedPrompt:
         for span in self.prompt.chunks:
             asking[span.start : span.stop] = False
         return asking.nonzero()[:, 0]
-
-    def _segments(self, base: Base, adapter: Adapter | None, start: int) -> list[SegmentLookup]:
-        """List the segments to look up. The system prefix is stored blind: at position 0 that is exact."""
-        return [
-            SegmentLookup(span, self._key(span, BLIND), BLIND, None)
-            if span.segment.role is Role.HEAD
-            else SegmentLookup(span, self._key(span, base), base, adapter)
-            for span in self.prompt.spans
-            if span.start >= start and span.segment.role in (Role.HEAD, Role.CHUNK)
-        ]
-
-    def _key(self, span: Span, base: Base) -> ChunkKey:
-        return base.key(self.lm.fingerprint, self.prompt.prefix_ids, span.segment.stored_ids)
-
-    def _look_up(self, segment: SegmentLookup) -> AdaptedChunk | Miss:
-        """Return the chunk to place for a segment, or why there is none."""
-        store, span, base = self.runner.store, segment.span, segment.base
-        chunk = store.get(segment.key)
-        if chunk == Miss("absent"):
-            chunk = self._explain_absence(segment)
-        if segment.adapter is not None:
-            adapted = segment.adapter.adapt(PlacementContext(self.lm, store, self.prompt, span, base), chunk)
-        elif isinstance(chunk, ChunkKV):
-            exact = base.exact_at(span.start, self.prompt.ids, self.prompt.prefix_ids)
-            adapted = AdaptedChunk(chunk, exact)
-        else:
-            adapted = chunk
-        if isinstance(adapted, AdaptedChunk):
-            try:
-                # A probe reads these blocks when it is too late to wait for a store, so they are read here.
-                adapted = replace(adapted, chunk=adapted.chunk.ready_to_probe())
-            except CorruptEntry as error:
-                store.discard(adapted.key or segment.key, str(error))
-                return Miss(str(error))
-            except (OSError, RuntimeError, KeyError, ValueError) as error:
-                return Miss(f"cannot be read: {error}")
-        return adapted
-
-    def _explain_absence(self, segment: SegmentLookup) -> Miss:
-        """Say whether a passage that is not stored under its base is stored under another."""
-        others = [
-            other.name
-            for other in BASES.values()
-            if other is not segment.base
-            and segment.span.segment.role is Role.CHUNK
-            and self._key(segment.span, other) in self.runner.store
-        ]
-        return Miss(f"absent: stored {', '.join(others)}, not {segment.base.name}" if others else "absent")
 
     def _note(self, segment: SegmentLookup, outcome: AdaptedChunk | Miss) -> PlacedChunk | None:
         """Note the outcome of a lookup; return the chunk to load, or None."""

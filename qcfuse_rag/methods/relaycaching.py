@@ -283,7 +283,8 @@ def store_answer(
     """
     prompt = prefilled.prompt
     report = prefilled.report
-    if report.base is not None:  # even without reuse: a method may limit what recomputed rows see
+    # Even without reuse a method may limit what recomputed rows see, and an earlier turn's rows may be inexact.
+    if report.base is not None or prefilled.exact_tokens < len(prompt):
         reason = f"an answer of method {report.method} may be inexact; generate it with method full"
         return StoredAnswer(None, reason=reason)
     ids = prompts.chunk_ids(text)

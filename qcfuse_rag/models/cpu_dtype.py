@@ -51,7 +51,7 @@ def chosen_cpu_dtype() -> torch.dtype:
         return CHOICES[named]
     if not multiplies_bfloat16():
         return torch.float32
-    result = KeptResult("dtypes", "dtype.json", _processor(), field="processor")
+    result = KeptResult("dtypes", "dtype.json", processor_name(), field="processor")
     kept = (result.read() or {}).get("dtype")
     if isinstance(kept, str) and kept in CHOICES:
         return CHOICES[kept]
@@ -87,7 +87,7 @@ def _fastest(rows: Tensor, weight: Tensor) -> float:
     return min(samples)
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """Return the name of the processor.
 
     A choice is kept for it alone: threads and versions of torch matter too, but a store is read in one dtype.

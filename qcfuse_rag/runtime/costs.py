@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,13 +17,17 @@ from pathlib import Path
 import torch
 
 from qcfuse_rag.atomic_write import write_atomically
+from qcfuse_rag.models.cpu_dtype import processor_name
 from qcfuse_rag.models.fingerprint import digest
+from qcfuse_rag.runtime.attention.dense import dense_attention_name
 from qcfuse_rag.runtime.device import finish, timed
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
+from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
 from qcfuse_rag.runtime.loading.load_time import LoadTimes, measure_loading
+from qcfuse_rag.runtime.loading.wait_budget import call_with_timeout
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.regular_file import read_text
@@ -154,8 +157,15 @@ class MeasuredCosts:
         self.overhead_s = 0.0
         self._lock = threading.Lock()
 
-    def __call__(self) -> Costs:
-        """Return the costs; loading costs 0 as long as the store holds nothing to measure it with."""
+    def __call__(self, limit_s: float | None = None) -> Costs:
+        """Return the costs; loading costs 0 as long as the store holds nothing to measure it with.
+
+        Args:
+            limit_s: most seconds to wait for the store where loading is measured; None sets no limit.
+
+        Raises:
+            TimeoutError: if the store does not answer in time. Passes stay measured.
+        """
         with self._lock:
             recorded = self._passes.refusal is None
             if recorded != self._recorded:
@@ -164,7 +174,8 @@ class MeasuredCosts:
                 path = costs_path(self._lm, self._store, recorded)
                 self._costs = (path and read_costs(path)) or self._costs or measure_passes(self._lm, self._passes)
                 if not self._costs.load_s:
-                    times = measure_loading(self._lm, self._store, self._transfers) or LoadTimes(0.0, 0.0)
+                    measure = partial(measure_loading, self._lm, self._store, self._transfers)
+                    times = call_with_timeout(limit_s, measure) or LoadTimes(0.0, 0.0)
                     aside = self._transfers.open() is not None
                     self._costs = replace(self._costs, load_s=times.far_s, near_load_s=times.near_s, loads_aside=aside)
                     if path is not None and self._costs.load_s:
@@ -269,10 +280,22 @@ def costs_path(lm: LanguageModel, store: KVStore, recorded: bool = False) -> Pat
     """
     if store.folder is None:
         return None
-    device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else platform.machine()
-    machine = f"{lm.fingerprint.digest} {device} {os.cpu_count()} {torch.get_num_threads()}"
-    machine += f" {store.numbers} {' '.join(tier.kind for tier in store.tiers)}{' recorded' if recorded else ''}"
-    return store.folder / f"costs-{digest(machine.encode())}.json"
+    device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else processor_name()
+    kernels = kernels_available(lm.device, lm.dtype, lm.widest_head)
+    facts = (
+        lm.fingerprint.digest,
+        lm.device.type,
+        device,
+        os.cpu_count(),
+        torch.get_num_threads(),
+        torch.__version__,
+        dense_attention_name(lm.device, lm.dtype),
+        kernels,
+        recorded,
+        store.numbers,
+        *(tier.kind for tier in store.tiers),
+    )
+    return store.folder / f"costs-{digest(' '.join(map(str, facts)).encode())}.json"
 
 
 def read_costs(path: Path) -> Costs | None:

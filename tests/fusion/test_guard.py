@@ -130,11 +130,45 @@ def test_a_guards_reason_names_what_was_absent_besides(engine: FusionEngine) -> 
 
 
 def test_nothing_is_measured_for_a_prompt_of_which_nothing_is_stored(engine: FusionEngine) -> None:
-    def never() -> Costs:
-        raise AssertionError("asked for costs")
-
+    asked = []
+    runner = loading_first(engine.lm, MemoryStore(), costs=lambda: asked.append(None) or FAST)
     prompt = engine.prompt(QUESTION, PASSAGES)
-    assert prefill(loading_first(engine.lm, MemoryStore(), costs=never), prompt, guarded()).report.rows == len(prompt)
+    assert prefill(runner, prompt, guarded()).report.rows == len(prompt)
+    assert not asked
+
+
+def test_an_error_while_costs_are_measured_costs_the_guard_alone(engine: FusionEngine) -> None:
+    def fail() -> Costs:
+        raise torch.OutOfMemoryError("no memory for 4,096 rows")
+
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    runner, prompt = loading_first(engine.lm, engine.store, costs=fail), engine.prompt(QUESTION, PASSAGES)
+    report = prefill(runner, prompt, guarded()).report
+    assert (report.base, report.fallback) == ("framed", None)
+
+
+def test_measuring_passes_is_no_waiting_for_the_store(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: object) -> Costs:
+        time.sleep(0.6)
+        return replace(FAST, load_s=0.0)
+
+    seams.measured_passes(monkeypatch, slow)
+    engine = make_engine(llama, MemoryStore(), load_limit_s=0.5)
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    report = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=guarded()).report
+    assert "no answer" not in str(report.fallback)
+
+
+def test_costs_with_kernels_or_another_attention_are_kept_apart(
+    llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore(tmp_path) as store:
+        paths = {costs_path(llama, store)}
+        seams.costs_have_kernels(monkeypatch, lambda *_: True)
+        paths.add(costs_path(llama, store))
+        seams.costs_of_attention(monkeypatch, lambda *_: "flash-attn")
+        paths.add(costs_path(llama, store))
+    assert len(paths) == 3
 
 
 def test_costs_are_measured_once_and_hold_for_the_engines_life(engine: FusionEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.generation.decode import TextStream
-from qcfuse_rag.methods.relaycaching import GENERATED, RelayLayers, RelayRecompute
+from qcfuse_rag.methods.relaycaching import GENERATED, RelayLayers, RelayRecompute, store_answer
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
@@ -115,6 +116,17 @@ def test_only_exact_answers_are_stored(engine: FusionEngine, answering: Answerin
         assert kept.reason == f"an answer of method {method} may be inexact; generate it with method full"
         assert kept.key is None
     assert stored(engine) is None
+
+
+def test_an_answer_over_inexact_rows_of_an_earlier_turn_is_not_stored(
+    engine: FusionEngine, answering: Answering
+) -> None:
+    """A guard that refuses to fuse makes it full prefill, over what the earlier turn has left."""
+    answer = answering(engine, engine.prompt(QUESTION, PASSAGES))
+    prefilled = replace(answer.prefilled, exact_tokens=3)
+    ids = answer.result().ids
+    kept = store_answer(engine.lm, engine.store, engine.prompts, prefilled, ids, ANSWER)
+    assert "may be inexact" in str(kept.reason)
 
 
 def test_an_answer_is_removed_with_any_document_of_its_prompt(engine: FusionEngine, answering: Answering) -> None:

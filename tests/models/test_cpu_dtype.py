@@ -69,7 +69,7 @@ def test_the_measurement_decides_once(
 def test_another_processor_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     give(monkeypatch, instructions=True, seconds=FAST)
     assert chosen_cpu_dtype() is torch.bfloat16
-    monkeypatch.setattr(cpu_dtype, "_processor", lambda: "another")
+    monkeypatch.setattr(cpu_dtype, "processor_name", lambda: "another")
     give(monkeypatch, instructions=True, seconds=SLOW)
     assert chosen_cpu_dtype() is torch.float32
 

@@ -310,10 +310,14 @@ def test_facts_that_cachecraft_needs_are_read_with_the_lookup(engine: FusionEngi
     assert set(readers) == {"qcfuse-lookup"}
 
 
-def test_a_thread_that_hangs_keeps_no_buffer(llama: LanguageModel, store: WatchedStore) -> None:
+@pytest.mark.parametrize("where", ["lookup", "second layer"])
+def test_a_thread_that_hangs_keeps_no_buffer(llama: LanguageModel, store: WatchedStore, where: str) -> None:
     engine, released = make_engine(llama, store, load_limit_s=0.2), threading.Event()
     engine.warm(PASSAGES)
-    store.before = lambda name: released.wait(30) if name == "key.1" else None  # type: ignore[func-returns-value]
+    if where == "lookup":
+        store.seek = lambda: released.wait(30)  # type: ignore[assignment]
+    else:
+        store.before = lambda name: released.wait(30) if name == "key.1" else None  # type: ignore[func-returns-value]
     gc.collect()
     prompt, before = engine.prompt(QUESTION, PASSAGES), buffers()  # threads of other tests may hold some
     try:

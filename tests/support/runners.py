@@ -20,5 +20,5 @@ def loading_first(lm: LanguageModel, store: KVStore, *, costs: Callable[[], Cost
     """
     runner = ModelRunner(lm, store, load_limit_s=None, overlap=False)
     if costs is not None:
-        runner.costs = costs  # type: ignore[assignment]
+        runner.costs = lambda *_: costs()  # type: ignore[assignment]
     return runner

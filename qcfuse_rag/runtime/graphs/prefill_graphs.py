@@ -113,7 +113,7 @@ class PrefillRunner:
         for model in self._candidate_views(self._lm.model):
             self._graphs, self._recorder = {}, self._fixed_recorder  # frees an earlier recorder with all its graphs
             self._graphs, refusals = self._record(model, rows)
-            if not refusals or (self._recorder is not None and self._recorder.broken is not None):
+            if self._graphs or (self._recorder is not None and self._recorder.broken is not None):
                 break
         if refusals:
             reasons = "; ".join(f"{size}: {refusal}" for size, refusal in refusals.items())

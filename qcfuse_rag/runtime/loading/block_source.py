@@ -111,6 +111,8 @@ class BlockSource:
         """Drop what would keep memory alive, and read nothing more."""
         self._stopped, self._buffer = True, None
         self._angles.clear()
+        for blocks in self._blocks:
+            blocks.clear()
 
     def _uses_kernel(self, numbers: str) -> bool:
         return self._transfer is not None and supports_placement(numbers, self._transfer.device)

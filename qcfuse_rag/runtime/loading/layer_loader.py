@@ -10,6 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -24,8 +25,8 @@ from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.store.backends.base import Miss
 
 AHEAD_BYTES = 256 << 20
-"""Limit on bytes that are on the device but not placed yet, and half of it for what is sent at once. At most half of it
-may wait for launched placements."""
+"""Most bytes on the device that are not placed yet. A transfer has at most half of them; launched placements hold at
+most half of them."""
 GROWTH = 3
 """From page-locked memory, each transfer has this many times the layers of the previous transfer."""
 
@@ -99,7 +100,8 @@ class LayerLoader:
             began = DeviceTimestamp.on(self._device)
             try:
                 with self._wait_budget.waiting():
-                    self._place([self._next_layers(self._wait_budget.left_s), *self._arrived_layers()])
+                    layers = self._next_layers(self._wait_budget.left_s)
+                self._place([layers, *self._arrived_layers()])
             except LateMissError:
                 self.stop()
                 raise
@@ -111,6 +113,9 @@ class LayerLoader:
         self._stopped = True
         self._released.put(0)
         self._peeked = None
+        with suppress(queue.Empty):
+            while True:
+                self._layers.get_nowait()
         for source in self._sources:
             source.stop()
 

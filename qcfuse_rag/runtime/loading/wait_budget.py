@@ -82,6 +82,6 @@ def call_with_timeout(limit_s: float | None, call: Callable[[], T]) -> T:
     try:
         return outcome.result(limit_s)
     except TimeoutError:
-        if outcome.done():  # the call itself raised it
-            raise
+        if outcome.done():  # the call raised the error itself, or it has just ended
+            return outcome.result()
         raise TimeoutError(f"no answer within {limit_s:g} s") from None
