@@ -20,7 +20,7 @@ class PromptTooLong(QCFuseError):
 
 
 class Busy(QCFuseError):
-    """A queue is full; try again later."""
+    """A queue is full, or another job holds a lock; try again later."""
 
 
 class Closed(QCFuseError):

@@ -124,7 +124,7 @@ def _serve_in_process(
             max_requests=requests,
             library=documents,
             retrieve=options.retrieve,
-            keep=IdleWarming(served) if options.keep else None,
+            keep=IdleWarming(served, documents) if options.keep else None,
         )
         app = make_app(
             backend,
@@ -213,8 +213,8 @@ def _serve_on_ray(
         autoscaling=autoscaling,
         prefix_bytes=options.prefix_mb * 1_000_000,
     )
+    run_deployment(deployment, host=options.host, port=options.port)
     try:
-        run_deployment(deployment, host=options.host, port=options.port)
         _print_address(options, name, token)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
     finally:

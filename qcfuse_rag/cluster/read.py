@@ -61,7 +61,13 @@ def read_on_ray(
     files = [str(file.resolve()) for file in find_files(all_paths)]
     named = {str(path.resolve()) for path in all_paths}
     results = _ordered(
-        workers, "file", files, ReadWorker, (workers.model, max_tokens), batch_size=FILES_AT_ONCE, progress=progress
+        workers,
+        "file",
+        files,
+        ReadWorker,
+        (workers.model, max_tokens),
+        batch_size=FILES_AT_ONCE,
+        progress=progress,
     )
     passages: PassagesBySource = {}
     for file, text in zip(files, results, strict=True):
@@ -99,7 +105,7 @@ def _ordered(
         rows,
         worker,
         arguments,
-        doing="reading",
+        doing="reading" if worker is ReadWorker else "embedding",
         count=workers.count,
         batch_size=batch_size,
         resources={"num_cpus": workers.cpus},

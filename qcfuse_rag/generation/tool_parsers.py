@@ -87,7 +87,7 @@ class ToolCallParser:
         for piece in pieces:
             try:
                 data, stop = json.JSONDecoder().raw_decode(piece.lstrip())
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also of long numbers and deep nesting
                 broken.append(BrokenCall(piece.strip(), f"not JSON: {error}"))
                 continue
             for item in data if isinstance(data, list) else [data]:
@@ -107,7 +107,7 @@ class ToolCallParser:
         """
         try:
             data = json.loads(CODE_FENCE.sub("", text))
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return ParsedResponse(text)
         items = data if isinstance(data, list) else [data]
         if not all(isinstance(item, dict) and any(key in item for key in ARGUMENT_KEYS) for item in items):
@@ -146,12 +146,13 @@ class ToolCallParser:
                 new_names[f"#/{section}/{name}"] = f"{function['name']}.{name}"
                 definitions[f"{function['name']}.{name}"] = schema
         for name in new_names.values():
-            definitions[name] = _redirect_references(definitions[name], new_names)
+            definitions[name] = _redirect_references(definitions[name], new_names | {"#": function["name"]})
+        definitions[function["name"]] = _redirect_references(parameters, new_names | {"#": function["name"]})
         return {
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                self.arguments_key: _redirect_references(parameters, new_names),
+                self.arguments_key: {"$ref": f"#/$defs/{function['name']}"},
             },
             "required": ["name", self.arguments_key],
             "additionalProperties": False,

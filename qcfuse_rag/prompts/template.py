@@ -74,4 +74,7 @@ def is_system_text(turn: Turn) -> bool:
 
 
 def _fields(template: str) -> list[str]:
-    return [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    try:
+        return [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise InvalidTemplate(f"{error} in {template!r}; write a literal brace twice") from error

@@ -58,7 +58,7 @@ def add_answer_routes(app: FastAPI, backend: Backend, *, bodies: JsonBodies, mos
         except QCFuseError as error:
             return error_response(400, str(error))
         events = backend.answer(asked)
-        first = await first_event(events, request)
+        first = await wait_for_event(events, request)
         if first is None:
             return Response(status_code=CLIENT_CLOSED)
         if first.error is not None:
@@ -72,8 +72,12 @@ def add_answer_routes(app: FastAPI, backend: Backend, *, bodies: JsonBodies, mos
         return await json_response(first, events, form, header, request)
 
 
-async def first_event(events: AsyncGenerator[Event, None], request: Request) -> Event | None:
-    """Wait for the first event; if the client disconnects before it, cancel the request and return None."""
+async def wait_for_event(events: AsyncGenerator[Event, None], request: Request) -> Event | None:
+    """Wait for the next event; if the client disconnects before it, cancel the request and return None.
+
+    Raises:
+        StopAsyncIteration: if there is no further event.
+    """
     waiting = asyncio.ensure_future(anext(events))
     try:
         return waiting.result() if await wait_while_connected(waiting, request) else None
@@ -87,23 +91,30 @@ async def json_response(
     first: Event, events: AsyncGenerator[Event, None], form: AnswerFormat, header: dict[str, Any], request: Request
 ) -> Response:
     """Collect all events and return the answers as one JSON body; cancel them if the client disconnects."""
-    answers, event = [[first]], first
+    answers, last = [[first]], first
     try:
-        async for event in events:
+        while True:
+            try:
+                event = await wait_for_event(events, request)
+            except StopAsyncIteration:
+                break
+            if event is None:
+                return Response(status_code=CLIENT_CLOSED)
             if event.error is not None:
                 return error_response(event.status, event.error)
             if event.index == len(answers):
                 answers.append([])
             answers[event.index].append(event)
+            last = event
             if await request.is_disconnected():
                 return Response(status_code=CLIENT_CLOSED)
     finally:
         await events.aclose()
     choices = [form.whole(answer) for answer in answers]
-    body = {"object": form.kind, **header, "choices": choices, "usage": event.usage, "fusion": event.report}
-    extra = {"documents": first.documents, "explanation": event.explanation}
+    body = {"object": form.kind, **header, "choices": choices, "usage": last.usage, "fusion": last.report}
+    extra = {"documents": first.documents, "explanation": last.explanation}
     body |= {name: value for name, value in extra.items() if value is not None}
-    return JSONResponse(body) if event.logprobs is None else await long_json_response(body)
+    return JSONResponse(body) if last.logprobs is None else await long_json_response(body)
 
 
 async def event_stream(

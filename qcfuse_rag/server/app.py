@@ -13,10 +13,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from qcfuse_rag.server.answers import add_answer_routes
 from qcfuse_rag.server.auth_middleware import AuthMiddleware, RequestLimits
 from qcfuse_rag.server.backend import Backend
+from qcfuse_rag.server.connections import CLIENT_CLOSED
 from qcfuse_rag.server.documents import add_document_routes
 from qcfuse_rag.server.embeddings import add_embedding_route
 from qcfuse_rag.server.protocol.error_responses import error_response
@@ -65,7 +67,13 @@ def make_app(
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Response:
-        return error_response(error.status_code, str(error.detail))
+        response = error_response(error.status_code, str(error.detail))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(ClientDisconnect)
+    async def disconnected(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:

@@ -24,7 +24,7 @@ from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_prefill
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.server.idle_warming import IdleWarming
+from qcfuse_rag.server.idle_warming import CLIENTS, IdleWarming
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import AnswerTokens, Event, PlainReader, last_event, redact_report, total_usage
 from qcfuse_rag.server.protocol.generation_request import GenerationRequest
@@ -36,9 +36,6 @@ LOG = logging.getLogger(__name__)
 
 MAX_PREPARING = 2
 """Requests that are tokenised at a time, because tokenising takes memory and processors; other requests wait."""
-
-CLIENTS = "clients"
-"""The source of passages that clients sent, by which they are forgotten."""
 
 
 class Backend(Protocol):
@@ -248,7 +245,8 @@ class EngineBackend:
         """
         passages.texts = request.given_documents
         passages.sources = [CLIENTS] * len(passages.texts or ())
-        retrieves = self._retrieve and request.documents is None and not request.marked_passages
+        asks = any(message.role == "user" for message in request.messages)
+        retrieves = self._retrieve and asks and request.documents is None and not request.marked_passages
         if request.documents != "library" and not retrieves:
             return
         if self._library is None:

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
 
-from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.errors import Busy, QCFuseError, StoreError
 from qcfuse_rag.server.protocol.error_responses import error_body, error_response
 from qcfuse_rag.server.protocol.generation_request import FailFastList
 
@@ -47,7 +47,7 @@ def add_document_routes(app: FastAPI, library: ServedLibrary | None, *, read_bod
 
     Args:
         app: the application.
-        library: whose documents clients may list, and change if it is editable; None refuses all.
+        library: clients may list its documents, and change them if it is editable; None refuses every request.
         read_body: reads and checks bodies.
         most: documents of one request.
     """
@@ -84,7 +84,7 @@ def add_document_routes(app: FastAPI, library: ServedLibrary | None, *, read_bod
         try:
             return JSONResponse(await asyncio.shield(job))
         except QCFuseError as error:
-            return error_response(409, str(error))
+            return error_response(status_of(error), str(error))
 
     @app.delete("/v1/documents/{source:path}")
     async def forget(source: str) -> Response:
@@ -93,10 +93,17 @@ def add_document_routes(app: FastAPI, library: ServedLibrary | None, *, read_bod
         try:
             removed = await to_thread.run_sync(library.forget, source, limiter=jobs)
         except QCFuseError as error:
-            return error_response(409, str(error))
+            return error_response(status_of(error), str(error))
         if not any(removed.values()):
             return error_response(404, f"no document {source!r} in this library")
         return JSONResponse(removed)
+
+
+def status_of(error: QCFuseError) -> int:
+    """Return the status of a change that failed: another job is at work, the disk is at fault, or the request is."""
+    if isinstance(error, Busy):
+        return 409
+    return 500 if isinstance(error, StoreError) else 400
 
 
 async def progress_stream(
@@ -113,7 +120,7 @@ async def progress_stream(
     try:
         yield f"data: {json.dumps(job.result())}\n\ndata: [DONE]\n\n"
     except QCFuseError as error:
-        yield f"data: {json.dumps(error_body(409, str(error)))}\n\n"
+        yield f"data: {json.dumps(error_body(status_of(error), str(error)))}\n\n"
     except Exception as error:
         LOG.exception("adding documents failed")
         yield f"data: {json.dumps(error_body(500, f'the server failed: {type(error).__name__}'))}\n\n"

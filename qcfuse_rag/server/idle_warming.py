@@ -1,4 +1,4 @@
-"""Warm passages that clients sent and the store did not have, while no request is answered."""
+"""While no request is answered, warm passages of earlier requests that the store did not have."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from qcfuse_rag.background_thread import BackgroundThread
 from qcfuse_rag.engine.engine_handle import EngineHandle
 
+if TYPE_CHECKING:  # needs the extra `cli`
+    from qcfuse_rag.server.library import ServedLibrary
+
 LOG = logging.getLogger(__name__)
+
+CLIENTS = "clients"
+"""The source of passages that clients sent, by which they are forgotten."""
 
 IDLE_S = 0.5
 """Seconds without a request after which the server counts as idle."""
@@ -25,14 +32,16 @@ class IdleWarming:
 
     Args:
         handle: the engine, and the scheduler whose requests come first.
-        most: passages that may wait; the oldest of more are dropped.
+        library: the library that the server retrieves from, or None. Its passages are warmed only while it has them:
+            documents may have been removed or replaced since the request.
+        max_waiting: most passages that wait; the oldest of more are dropped.
 
     Attributes:
         warmed: number of passages warmed so far.
     """
 
-    def __init__(self, handle: EngineHandle, *, most: int = 256) -> None:
-        self._handle, self._most = handle, most
+    def __init__(self, handle: EngineHandle, library: ServedLibrary | None = None, *, max_waiting: int = 256) -> None:
+        self._handle, self._library, self._max_waiting = handle, library, max_waiting
         self._waiting: OrderedDict[str, str] = OrderedDict()  # text -> source
         self._changed = threading.Condition()
         self._closed = False
@@ -45,7 +54,7 @@ class IdleWarming:
             for text, source in passages:
                 self._waiting[text] = source
                 self._waiting.move_to_end(text)
-            while len(self._waiting) > self._most:
+            while len(self._waiting) > self._max_waiting:
                 self._waiting.popitem(last=False)
             self._changed.notify()
 
@@ -67,7 +76,7 @@ class IdleWarming:
             try:
                 self._warm(text, source)
             except Exception as error:
-                LOG.warning("a passage that was sent is not kept: %s", error)
+                LOG.warning("a passage of a request is not kept: %s", error)
 
     def _wait_until_idle(self) -> bool:
         """Wait until no request was there for a while; return False if the thread is to end."""
@@ -83,7 +92,9 @@ class IdleWarming:
 
     def _warm(self, text: str, source: str) -> None:
         engine = self._handle.engine
+        if self._library is not None and source != CLIENTS and not self._library.has(text, source):
+            return
         if len(text) > LONGEST * engine.prompts.longest_token or len(engine.prompts.chunk_ids(text)) > LONGEST:
-            LOG.warning("a passage of more than %d tokens that was sent is not kept", LONGEST)
+            LOG.warning("a passage of a request is not kept: it has more than %d tokens", LONGEST)
             return
         self.warmed += engine.warm([text], sources=[source], replace=False).warmed > 0

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.errors import QCFuseError, StoreError
 from qcfuse_rag.ingestion.readers import TextSplitting
 from qcfuse_rag.ingestion.warm_job import Progress
 from qcfuse_rag.retrieval.index import PassageIndex
@@ -36,7 +36,7 @@ class ServedLibrary(Retriever):
         engine: warms and forgets caches.
         count: number of passages to retrieve for a question.
         editable: whether clients may add and remove documents.
-        changing: returns a context in which no other job changes the library; raises `QCFuseError` if there is one.
+        changing: returns a context in which no other job changes the library; raises `Busy` if another job does.
         on_forget: called with the name of each document that was removed.
 
     Raises:
@@ -89,14 +89,19 @@ class ServedLibrary(Retriever):
 
     def documents(self) -> list[dict[str, Any]]:
         """Return each document's source, its short name for people, and its number of passages, by name."""
-        first_of_each = {passage.source: passage for passage in reversed(self.index.passages)}
-        counts = Counter(passage.source for passage in self.index.passages)
+        passages = self.index.passages  # a job replaces the index
+        first_of_each = {passage.source: passage for passage in reversed(passages)}
+        counts = Counter(passage.source for passage in passages)
         names = self.short_names(first_of_each.values())
         listed = [
             {"source": source, "name": name, "passages": counts[source]}
             for source, name in zip(first_of_each, names, strict=True)
         ]
         return sorted(listed, key=lambda document: str(document["name"]))
+
+    def has(self, text: str, source: str) -> bool:
+        """Return whether a document has a passage."""
+        return any(passage.source == source and passage.text == text for passage in self.index.passages)
 
     def add(self, documents: Mapping[str, str], progress: Progress) -> dict[str, Any]:
         """Split documents into passages, index and warm them; a document of the same name is replaced.
@@ -109,8 +114,9 @@ class ServedLibrary(Retriever):
             The numbers of documents and passages, and what was warmed, as JSON-compatible data.
 
         Raises:
-            QCFuseError: if a document has no text, another job changes the library, the library's caches need
-                neighbours, or the store cannot be written.
+            Busy: if another job changes the library.
+            StoreError: if the store or the library cannot be written.
+            QCFuseError: if a document has no text, or the library's caches need neighbours.
         """
         if any(base.enriched for base in self._engine.corpus.bases):
             raise QCFuseError("caches of this library are made with their neighbours; use `qcfuse warm run` here")
@@ -136,24 +142,27 @@ class ServedLibrary(Retriever):
         """Remove a document's caches and passages; return the numbers removed.
 
         Raises:
-            QCFuseError: if another job changes the library, or the store cannot be written.
+            Busy: if another job changes the library.
+            StoreError: if the store or the library cannot be written.
         """
         with self._changing():
             caches = self._engine.forget(source)
             index = PassageIndex.load(self._folder)
             before = len(index.passages)
             index.remove({source})
-            if len(index.passages) < before:
-                self._replace_index(index)
-                self._log.keep_only(passage.text for passage in index.passages)
-            self._on_forget(source)
+            try:
+                if len(index.passages) < before:
+                    self._replace_index(index)
+            finally:
+                self._on_forget(source)
         return {"caches": caches, "passages": before - len(index.passages)}
 
     def _replace_index(self, index: PassageIndex) -> None:
         try:
             index.save(self._folder)
+            self._log.keep_only(passage.text for passage in index.passages)
         except OSError as error:
-            raise QCFuseError(f"the library cannot be written: {error.strerror}") from error
+            raise StoreError(f"the library cannot be written: {error.strerror}") from error
         with self._retrieving:
             self.index = index
 

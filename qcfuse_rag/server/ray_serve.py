@@ -19,7 +19,6 @@ from ray.exceptions import (
     ObjectLostError,
     RayActorError,
     RayError,
-    TaskCancelledError,
     WorkerCrashedError,
 )
 from ray.serve.config import RequestRouterConfig
@@ -158,11 +157,6 @@ class EngineReplica:
         async for event in self._backend.answer(request):
             yield asdict(event)
 
-    async def memory(self) -> dict[str, int]:
-        """Return the hits and misses of the first tier."""
-        first_tier = self._handle.engine.store.stats()[0]
-        return {"hits": first_tier.hits, "misses": first_tier.misses}
-
     def check_health(self) -> None:
         """Raise `RuntimeError` if this replica cannot answer any more, so that Ray Serve replaces it."""
         reason = self._backend.ready()
@@ -246,7 +240,7 @@ class DeploymentBackend:
                     yield Event(status=502, error="the replica was lost while it answered; ask again")
                     return
                 continue
-            except (RayError, TaskCancelledError) as error:
+            except RayError as error:
                 yield Event(status=500, error=f"a replica failed: {type(error).__name__}")
                 return
             finally:
@@ -267,12 +261,19 @@ def run_deployment(deployment: EngineDeployment, *, host: str = "127.0.0.1", por
     """Start the replicas and the HTTP proxies, and return when they can answer; they run until `serve.shutdown`.
 
     Raises:
-        QCFuseError: if Ray Serve listens already, perhaps on a public address, and there is no token.
+        QCFuseError: if Ray Serve listens already, perhaps on a public address, and there is no token; or if a server of
+            this library runs on the cluster, which would be replaced.
     """
+    if APPLICATION in serve.status().applications:
+        raise QCFuseError(f"the application {APPLICATION!r} runs on this cluster already; end its `qcfuse serve` first")
     if deployment.token is None and serve.status().proxies:
         raise QCFuseError(
             "Ray Serve runs on this cluster already, perhaps on a public address: set QCFUSE_TOKEN to a token for "
             "clients, or stop Ray Serve with `serve shutdown`"
         )
     serve.start(http_options={"host": host, "port": port})
-    return serve.run(deployment.application(), name=APPLICATION, route_prefix="/")
+    try:
+        return serve.run(deployment.application(), name=APPLICATION, route_prefix="/")
+    except BaseException:
+        stop_deployment()
+        raise

@@ -102,6 +102,12 @@ class TestReading:
         assert parser.parse(text, TOOLS).content == text
 
     @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+    @pytest.mark.parametrize("text", ["[" * 100_000, '{"name": "boats", "arguments": ' + "9" * 5000 + "}"])
+    def test_json_that_cannot_be_parsed_is_no_error(self, parser: ToolCallParser, text: str) -> None:
+        assert parser.parse(text, TOOLS).calls == ()
+        assert parser.parse(f"{parser.start_tag}{text}", TOOLS).calls == ()
+
+    @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
     def test_the_other_key_for_arguments_is_read_and_none_is_not_made_up(self, parser: ToolCallParser) -> None:
         other = "parameters" if parser.arguments_key == "arguments" else "arguments"
         boat = {"boat": "tug", "year": 1990}
@@ -188,6 +194,18 @@ class TestDemanding:
             )
             _, reply = ResponseReader(tool_engine.lm.tokenizer, form).finish(generation)
             assert reply.calls[0].arguments == {"kind": "xy"[number]}
+
+    def test_a_schema_may_refer_to_itself(self, tool_engine: FusionEngine) -> None:
+        """The whole schema, `#`, is that of the arguments, and not that of the call."""
+        shape = {"type": "object", "properties": {"inner": {"$ref": "#"}}, "required": []}
+        form = ResponseFormat([{"type": "function", "function": {"name": "nest", "parameters": shape}}], "nest")
+        settings = form.sampling(SamplingParams(max_new_tokens=120), tool_engine.lm.tokenizer)
+        constraint = settings.grammar
+        assert constraint is not None
+        assert '"#/$defs/nest"' in constraint
+        prompt = tool_engine.prompt_from_text([("user", QUESTION)], form.visible_tools)
+        _, reply = ResponseReader(tool_engine.lm.tokenizer, form).finish(tool_engine.generate(prompt, settings))
+        assert [call.name for call in reply.calls] == ["nest"]
 
     @pytest.mark.parametrize("choice", ["required", "any", True])
     def test_demanding_a_call_of_nothing(self, choice: Any) -> None:

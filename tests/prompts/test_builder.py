@@ -399,3 +399,8 @@ def test_other_threads_run_while_a_long_text_is_tokenised(builder: PromptBuilder
         time.sleep(0.001)
         longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
     assert longest < (last - began) / 2
+
+
+def test_a_lone_brace_is_an_error_of_the_template() -> None:
+    with pytest.raises(InvalidTemplate, match="write a literal brace twice"):
+        PromptTemplate(messages=(("user", "{context}{question} }"),))

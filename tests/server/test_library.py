@@ -20,7 +20,7 @@ import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
 from qcfuse_rag.engine.engine_handle import EngineHandle
-from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.errors import Busy
 from qcfuse_rag.retrieval.embedder import Embedder
 from qcfuse_rag.retrieval.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
 from qcfuse_rag.retrieval.retriever import Retriever
@@ -130,6 +130,16 @@ async def test_a_server_that_retrieves_by_default_leaves_given_documents(
     backend = EngineBackend(EngineHandle.wrap(engine), "tiny", library=library, retrieve=True)
     async with client(make_app(backend)) as http:
         assert ("documents" in (await ask(http, documents=documents)).json()) == retrieves
+    backend.close()
+
+
+async def test_a_conversation_without_a_question_is_not_retrieved_for(
+    engine: FusionEngine, library: ServedLibrary
+) -> None:
+    backend = EngineBackend(EngineHandle.wrap(engine), "tiny", library=library, retrieve=True)
+    async with client(make_app(backend)) as http:
+        messages = [{"role": "system", "content": "Say something."}]
+        assert (await ask(http, documents=None, messages=messages)).status_code == 200
     backend.close()
 
 
@@ -292,7 +302,7 @@ async def test_names_may_have_slashes(http: httpx.AsyncClient) -> None:
         ({"documents": []}, 400, "documents: List should have at least 1 item"),
         ({"documents": [{"source": "", "text": "x"}]}, 400, "documents.0.source"),
         ({"documents": [{"source": "a.md", "text": ""}]}, 400, "documents.0.text"),
-        ({"documents": [{"source": "a.md", "text": " \n"}]}, 409, "a.md has no text"),
+        ({"documents": [{"source": "a.md", "text": " \n"}]}, 400, "a.md has no text"),
         ({"documents": [{"source": "a.md", "text": "x"}] * 4}, 400, "4 documents, and at most 3"),
     ],
 )
@@ -321,7 +331,7 @@ async def test_changes_need_the_token(backend: EngineBackend, library: ServedLib
 async def test_beside_another_job_nothing_changes(engine: FusionEngine, folder: Path, stream: bool) -> None:
     @contextmanager
     def busy() -> Iterator[None]:
-        raise QCFuseError("another job is warming")
+        raise Busy("another job is warming")
         yield
 
     library = ServedLibrary(folder, engine, changing=busy)
@@ -346,7 +356,7 @@ async def test_questions_are_not_stored(http: httpx.AsyncClient, folder: Path) -
 def keep(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[IdleWarming, EngineHandle]]:
     monkeypatch.setattr(idle_warming, "IDLE_S", 0.02)
     handle = EngineHandle.wrap(engine, SchedulerSettings())
-    keep = IdleWarming(handle, most=3)
+    keep = IdleWarming(handle, max_waiting=3)
     yield keep, handle
     keep.close()
 
@@ -363,6 +373,18 @@ async def test_what_clients_send_and_the_store_lacks_is_warm_the_next_time(
     assert engine.forget(CLIENTS) > 0
     assert HARBOUR not in stored(engine)
     backend.close()
+
+
+async def test_what_is_removed_while_it_waits_is_not_warmed(
+    engine: FusionEngine, library: ServedLibrary, keep: tuple[IdleWarming, EngineHandle]
+) -> None:
+    warming = IdleWarming(keep[1], library)
+    warming._warm(library.index.passages[0].text, "gone.md")
+    assert warming.warmed == 0
+    engine.forget(library.index.passages[0].source)
+    warming._warm(library.index.passages[0].text, library.index.passages[0].source)
+    assert warming.warmed == 1
+    warming.close()
 
 
 async def test_without_that_setting_nothing_that_is_sent_is_kept(http: httpx.AsyncClient, engine: FusionEngine) -> None:

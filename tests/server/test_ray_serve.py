@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from qcfuse_rag.server import ray_serve
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Event
 from qcfuse_rag.server.ray_serve import MAX_ATTEMPTS, DeploymentBackend, EngineDeployment, EngineReplica, Ingress
+from qcfuse_rag.store.factory import open_store
 from tests.support.cli import Run
 from tests.support.engines import METHOD
 from tests.support.serving import ASKED, ask, client, error
@@ -144,7 +146,30 @@ def test_serve_passes_the_limits_of_memory_to_replicas(
     monkeypatch.setattr(ray_serve, "run_deployment", lambda deployment, **address: deployments.append(deployment))
     monkeypatch.setattr(ray_serve, "stop_deployment", lambda: None)
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGINT)
+    open_store(tmp_path).close()
     run.text("serve", "--store", tmp_path, "--ray", "local", "--memory-gb", 3, *option)
     (deployment,) = deployments
     assert deployment.prefix_bytes == expected
     assert deployment.replica.store["memory_bytes"] == 3 * 10**9
+
+
+def test_a_server_that_runs_already_is_neither_replaced_nor_stopped(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[None] = []
+    monkeypatch.setattr("qcfuse_rag.cluster.pool.connect", lambda address: None)
+    status = SimpleNamespace(applications={ray_serve.APPLICATION: None}, proxies={})
+    monkeypatch.setattr(ray_serve.serve, "status", lambda: status)
+    monkeypatch.setattr(ray_serve, "stop_deployment", lambda: stopped.append(None))
+    open_store(tmp_path).close()
+    code, _, err = run("serve", "--store", tmp_path, "--ray", "local")
+    assert code == 1
+    assert "runs on this cluster already" in err
+    assert not stopped
+
+
+def test_a_misspelt_library_is_not_created(run: Run, tmp_path: Path) -> None:
+    code, _, err = run("serve", "--store", tmp_path / "typo", "--ray", "local")
+    assert code == 1
+    assert "no store in" in err or "there is no" in err
+    assert not (tmp_path / "typo").exists()

@@ -45,7 +45,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
 
     Warmed documents are found in the text of messages and not prefilled again. Documents in the keyword argument
     `documents`, or in `text-plain` blocks of messages, need not be found: the RAG prompt puts them before the text of
-    the last message.
+    the last user message.
 
     One thread answers all calls, from any number of threads and event loops. It prefills them in order of arrival and
     decodes them together.

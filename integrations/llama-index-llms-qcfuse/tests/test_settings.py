@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import PromptTemplate
@@ -16,6 +17,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from pydantic import BaseModel
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseSynthesizer, QCFuseVectorStore, QCFuseWarmup
+from llama_index.llms.qcfuse.messages import turn_of
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.errors import MisplacedSetting, NotStored
 from qcfuse_rag.integrations import SAMPLING_SETTINGS
@@ -101,8 +103,16 @@ async def test_objects_follow_their_schema_when_they_are_streamed_too(llm: QCFus
 
 def test_images_are_refused(llm: QCFuseLLM) -> None:
     message = ChatMessage(blocks=[TextBlock(text="What is this?"), ImageBlock(url="https://example.org/boat.png")])
-    with pytest.raises(ValueError, match="the model reads text; leave out blocks of image"):
+    with pytest.raises(ValueError, match="the model reads text; leave out blocks of the type image"):
         llm.chat([message])
+
+
+def test_the_text_of_citable_blocks_is_read() -> None:
+    if not hasattr(types, "CitableBlock"):
+        pytest.skip("this llama-index-core has no such block")
+    citable = types.CitableBlock(title="Harbour", source="a.md", content=[TextBlock(text="Orla.")])
+    blocks = [TextBlock(text="Who paints?"), citable]
+    assert turn_of(ChatMessage(blocks=blocks))["content"] == "Who paints?\nOrla."
 
 
 async def test_passages_that_cannot_be_stored_raise_a_warning(llm: QCFuseLLM) -> None:

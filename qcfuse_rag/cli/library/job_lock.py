@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.errors import Busy
 
 RECORD_NAME = "warm.json"
 """File of a library with the record of its last warming job; the lock's file is beside it."""
@@ -29,7 +29,7 @@ def job_lock(library: Path) -> Iterator[None]:
         library.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout as error:
-        raise QCFuseError(
+        raise Busy(
             f"another job is warming {library}; wait for it, or see `qcfuse warm status --store {library}`"
         ) from error
     except OSError:

@@ -17,7 +17,9 @@ export class Documents {
     });
     byId("paste").addEventListener("submit", (event) => {
       event.preventDefault();
-      this.add(byId("paste-name").value, async () => byId("paste-text").value, () => event.target.reset());
+      const [name, text] = [byId("paste-name").value, byId("paste-text").value];
+      event.target.reset();
+      this.add(name, async () => text);
     });
     this.listenForDrops(byId("documents"));
   }
@@ -71,7 +73,7 @@ export class Documents {
   }
 
   /** Add a document after those that are being added; show its progress and outcome. */
-  add(name, read, onAdded = () => {}) {
+  add(name, read) {
     const job = fromTemplate("job-template");
     const [progress, state] = [job.querySelector("progress"), job.querySelector(".state")];
     job.querySelector(".name").textContent = name;
@@ -88,7 +90,6 @@ export class Documents {
         const rest = unstored ? `, but ${count(unstored, "cache")} could not be stored` : "";
         announce(`${name} was warmed: ${count(summary.passages, "passage")}${rest}.`);
         job.remove();
-        onAdded();
       } catch (error) {
         progress.remove();
         state.classList.add("error");

@@ -29,6 +29,7 @@ async function load() {
     byId("model").textContent = data[0].id;
   } catch (error) {
     byId("model").textContent = error.message;
+    if (error.status === 401) return; // the user typed no token
   }
   byId("forget-token").hidden = !hasToken();
   await documents.load();

@@ -16,8 +16,10 @@ from llama_index.core.base.llms.types import (
 
 from qcfuse_rag import Generation
 
-MEDIA = {"image", "audio", "video", "document"}
-"""Types of message blocks that a text model cannot read."""
+TEXT, THINKING, CITABLE = "text", "thinking", "citable"
+"""Types of message blocks that a text model reads."""
+SKIPPED = {"cache", "citation"}
+"""Types of message blocks that add no text: a cache point for other APIs, and a source of text that is there."""
 
 REASONING_KEY = "reasoning_content"
 """Key of `additional_kwargs` for reasoning, where a response has no blocks or llama-index-core has none for it."""
@@ -30,13 +32,20 @@ def turn_of(message: ChatMessage) -> dict[str, Any]:
     """Return a message as a turn of a chat template.
 
     Raises:
-        ValueError: if it has a block of images, audio, video or documents.
+        ValueError: if it has a block of another type than text, such as an image or a tool call.
     """
-    media = MEDIA & {block.block_type for block in message.blocks}
-    if media:
-        raise ValueError(f"the model reads text; leave out blocks of {', '.join(sorted(media))}")
-    turn = {"role": message.role.value, "content": message.content or ""}
-    thoughts = [block.content or "" for block in message.blocks if block.block_type == "thinking"]
+    texts, thoughts = list[str](), list[str]()
+    for block in message.blocks:
+        kind: str = block.block_type
+        if kind == TEXT:
+            texts.append(block.text)
+        elif kind == THINKING:
+            thoughts.append(block.content or "")
+        elif kind == CITABLE:
+            texts += [turn_of(ChatMessage(role=message.role, blocks=block.content))["content"]]
+        elif kind not in SKIPPED:
+            raise ValueError(f"the model reads text; leave out blocks of the type {kind}")
+    turn = {"role": message.role.value, "content": "\n".join(texts)}
     reasoning = "".join(thoughts) or message.additional_kwargs.get(REASONING_KEY)
     return {**turn, REASONING_KEY: reasoning} if reasoning else turn
 

@@ -26,7 +26,7 @@ class QCFuseVectorStore(BasePydanticVectorStore):
     Give it to an `IngestionPipeline` (with a docstore; `UPSERTS_AND_DELETE` also passes deletions on) or to a
     `VectorStoreIndex` in place of the wrapped store. It needs no `QCFuseWarmup`, and unlike that it sees nodes from the
     pipeline's own cache, single nodes of a document, and deletions. A passage stays while another document has it.
-    Caches never outlive a document: it is forgotten before it is deleted.
+    Caches never outlive a document: it is warmed after it was added, and forgotten before it is deleted.
 
     LlamaIndex deletes a changed document before it adds it, so all its passages are prefilled again. If that costs too
     much, use `QCFuseWarmup` with a plain vector store, and `forget_missing`.
@@ -82,14 +82,16 @@ class QCFuseVectorStore(BasePydanticVectorStore):
         return self.vector_store.client
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """Warm nodes, then add them; a document's earlier passages stay."""
+        """Add nodes, then warm them; a document's earlier passages stay."""
+        ids = self.vector_store.add(nodes, **kwargs)
         self._warm(nodes)
-        return self.vector_store.add(nodes, **kwargs)
+        return ids
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """Warm nodes on a worker thread, then add them."""
+        """Add nodes, then warm them on a worker thread."""
+        ids = await self.vector_store.async_add(nodes, **kwargs)
         await asyncio.to_thread(self._warm, nodes)
-        return await self.vector_store.async_add(nodes, **kwargs)
+        return ids
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Forget a document, then delete its nodes."""
