@@ -279,9 +279,15 @@ def main() -> None:
         ERR.print(f"[red]error:[/red] {escape(with_full_stop(text))}", highlight=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
-        ERR.print("interrupted; stored caches are kept")
+        ERR.print(_interruption())
         sys.exit(INTERRUPTED)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:  # the code with which Typer exits on Ctrl-C
-            ERR.print("interrupted; stored caches are kept")
+            ERR.print(_interruption())
         raise
+
+
+def _interruption() -> str:
+    """Return what to print after Ctrl-C."""
+    group = next((argument for argument in sys.argv[1:] if argument != "--debug"), None)
+    return "interrupted; stored caches are kept" if group == "warm" else "interrupted"

@@ -130,13 +130,13 @@ def bench_quality(options: BenchQualityOptions) -> None:
 
 def store_table(result: Mapping[str, Any]) -> Table:
     """Return the rates of a store as a table."""
-    columns = ("entry", "what", "threads", "store MB/s", "bare MB/s", "ratio", "bare, recycled", "ratio")
+    columns = ("entry", "operation", "threads", "store MB/s", "bare MB/s", "of bare", "recycled MB/s", "of recycled")
     table = Table(*columns, title=f"A store in {escape(result['folder'])}, medians of {result['repeats']}")
     for rate in result["rates"]:
-        row = [size(rate["entry_bytes"]), rate["what"], str(rate["threads"]), f"{rate['store_mb_s']:,.0f}"]
-        row += [f"{rate['bare_mb_s']:,.0f}", f"{rate['ratio']:.2f}"]
+        row = [size(rate["entry_bytes"]), rate["operation"], str(rate["threads"]), f"{rate['store_mb_s']:,.0f}"]
+        row += [f"{rate['bare_mb_s']:,.0f}", f"{rate['of_bare']:.2f}"]
         if rate["recycled_mb_s"] is not None:
-            row += [f"{rate['recycled_mb_s']:,.0f}", f"{rate['recycled_ratio']:.2f}"]
+            row += [f"{rate['recycled_mb_s']:,.0f}", f"{rate['of_recycled']:.2f}"]
         table.add_row(*row)
     return table
 
@@ -147,7 +147,7 @@ def warming_table(result: Mapping[str, Any]) -> Table:
     for name, side in (("bare forward passes", "bare_s"), ("warming job", "job_s")):
         middle = median(result[side])
         table.add_row(name, duration(middle), f"{result['tokens'] / middle:,.0f}")
-    table.add_row("ratio", f"{result['ratio']:.2f}", "")
+    table.add_row("job / bare", f"{result['throughput_to_bare']:.2f}", "")
     return table
 
 

@@ -51,7 +51,9 @@ class PlanOptions:
     retrieved: Annotated[int, Option(min=1, help="Passages per request.")] = 10
     ratio: Annotated[float, Option(min=0.0, max=1.0, help="Share of their tokens to recompute.")] = 0.15
     numbers: Annotated[Numbers, Option(help="Number format of stored keys and values.")] = Numbers.INT8
-    reached: Annotated[float, Option(min=0.01, max=1.0, help="Share of a data sheet's rates to assume.")] = 0.5
+    reached: Annotated[
+        float, Option(min=0.01, max=1.0, help="Share of a data sheet's rates to assume; ignored with --gpu here.")
+    ] = 0.5
     caches: Annotated[int, Option(min=1, help="Caches per passage; the default method keeps two.")] = 2
 
 

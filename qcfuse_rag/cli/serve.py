@@ -124,7 +124,7 @@ def _serve_in_process(
             max_requests=requests,
             library=documents,
             retrieve=options.retrieve,
-            keep=IdleWarming(served, documents) if options.keep else None,
+            idle_warming=IdleWarming(served, documents) if options.keep else None,
         )
         app = make_app(
             backend,

@@ -245,11 +245,13 @@ class Corpus:
         generation = stream.result()
         passage = generation.text if text is None else text
         if stream.prefilled.prompt.joined and self.open_sources().has_restricted():
-            return StoredAnswer(None, reason="it was given over a text that may hold passages not everybody may read")
+            return StoredAnswer(
+                None, reason="the prompt is a joined text; it may contain passages with restricted access"
+            )
         prompt_chunks = [span.segment.stored_ids for span in stream.prefilled.prompt.chunks]
         answer = self._prompts.chunk_ids(passage)
         if len(self._neighbour_policy.permitted_group([*prompt_chunks, answer])) <= len(prompt_chunks):
-            return StoredAnswer(None, reason="it was given over a passage that not all who may read it may read")
+            return StoredAnswer(None, reason="the prompt has a passage that some readers of the answer must not read")
         return store_answer(
             self._lm,
             self._store,

@@ -193,7 +193,7 @@ class FusionEngine:
         require_short(self.prompts, question, *passages, *history, *tools, *later, chat_template_kwargs or "")
         builder, signatures = self.prompts.with_kwargs(chat_template_kwargs), self.corpus.signatures
         prompt = build_among_turns(builder, signatures, question, passages, history, tools, later)
-        return self._system_prefixes.mark(builder, prompt, builder.turns("", (), history), tools)
+        return self._system_prefixes.with_head(builder, prompt, builder.turns("", (), history), tools)
 
     def prompt_from_text(
         self,
@@ -221,7 +221,9 @@ class FusionEngine:
         prompt = recognise(self.prompts, self.corpus.signatures, conversation, tools, chat_template_kwargs)
         if isinstance(conversation, str):
             return prompt
-        return self._system_prefixes.mark(self.prompts.with_kwargs(chat_template_kwargs), prompt, conversation, tools)
+        return self._system_prefixes.with_head(
+            self.prompts.with_kwargs(chat_template_kwargs), prompt, conversation, tools
+        )
 
     def prefill(self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0) -> Prefilled:
         """Bring a prompt to its first token; for measuring, and for decoding by other means.

@@ -231,8 +231,8 @@ def _without_engine(wrapped: bool) -> EngineHandle:
 
 def _no_engine() -> FusionEngine:
     raise QCFuseError(
-        "this was made of an engine, which stayed in the process that pickled it; make it of model=... and store=..., "
-        "which every process opens for itself"
+        "this object wraps an engine of another process; create it with model=... and store=..., so that each process "
+        "loads its own engine"
     )
 
 

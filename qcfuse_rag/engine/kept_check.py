@@ -1,4 +1,4 @@
-"""Keep that an exactness check has passed, so that later starts with the same model, code and machine do not repeat it.
+"""Keep the result of a passed exactness check: later starts with the same model, code and machine do not repeat it.
 
 A passed check is in the folder `checks` of kept results, see `models.kept_result`. A failed check is never kept.
 """

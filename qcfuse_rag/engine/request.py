@@ -92,7 +92,7 @@ class RequestHandle(Iterator[str]):
         """Wait for the whole answer.
 
         Raises:
-            TimeoutError: if it is not finished after so many seconds.
+            TimeoutError: if it is not finished after `timeout` seconds.
             QCFuseError: whatever its prefill raised, or `Closed` if the scheduler was closed before it was complete.
             CancelledError: if it was cancelled before it began.
         """

@@ -31,8 +31,8 @@ from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
 
 MIN_PART_ROWS, MIN_LONE_PART_ROWS = 32, 64
-"""Fewest rows of a part while answers are running, and while none is: a pass reads all weights, so few rows take about
-as long, and a long prompt is through later."""
+"""Fewest rows of a part, while answers are running and while none is. A pass reads all weights, so a pass of fewer rows
+takes about as long and delays a long prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class SchedulerSettings:
     Attributes:
         active: most answers to decode together.
         waiting: most requests in the queue; further ones are refused.
-        steps: decode steps between two prefills, or two parts of one, while answers are running; one after every
-            other part while a request that needs one part could begin.
+        steps: decode steps between two prefills, or between two parts of one, while answers are running. While a
+            request that needs only one part could begin, there is one step after every other part instead.
         rows: most rows of a prefill, or of healing, to compute between decode steps; methods with a layer hook compute
             all rows of a prefill at once.
         part_s: seconds that a part of a prefill should take. Parts have fewer rows where rows take longer, and more
             than `rows` if no answer is running.
-        overtaken: every so many parts, one is the oldest request's; the others are those of the request with the
-            fewest rows left.
+        overtaken: one of every `overtaken` parts is the oldest request's; the other parts are those of the request with
+            the fewest rows left.
         kv_bytes: most bytes of keys and values of begun requests together; None for no bound. A request that is
             larger by itself is answered alone.
 
@@ -270,7 +270,7 @@ class Scheduler:
             self._compute(continuing[0])  # heals in the pass of its step
         elif continuing:
             self._heal(continuing)
-            self._decode([request for request in continuing if not request.finished and request.decoder.steps])
+            self._decode([request for request in continuing if not request.finished and request.decoder.needs_step])
         self._active = [request for request in continuing if not request.finished]
 
     def _decode(self, requests: list[RequestHandle]) -> None:
@@ -305,11 +305,10 @@ class Scheduler:
     def _heal(self, requests: list[RequestHandle]) -> None:
         """Heal one of several requests, in turns, by a pass between two steps.
 
-        An answer that is held back is healed like a prefill, which also makes the others wait, and before the rest.
-        The rest is healed when the time that its pass takes has been saved up from the share by which steps may be
-        slower.
+        Answers that are held back come first; their passes make the others wait, as a prefill does. Another answer is
+        healed once the time of its pass has been saved up from the share by which steps may be slower.
         """
-        healing = [request for request in requests if request.decoder.heals]
+        healing = [request for request in requests if request.decoder.needs_healing]
         if not healing:
             return
         healing = [request for request in healing if request.decoder.holds_back] or healing

@@ -60,7 +60,7 @@ class SystemPrefixes:
         self._absent = {}
         return summary
 
-    def mark(self, builder: PromptBuilder, prompt: Prompt, turns: Sequence[Turn], tools: Sequence[Tool]) -> Prompt:
+    def with_head(self, builder: PromptBuilder, prompt: Prompt, turns: Sequence[Turn], tools: Sequence[Tool]) -> Prompt:
         """Return a prompt whose head is its system prefix if that is stored.
 
         Args:
@@ -74,7 +74,7 @@ class SystemPrefixes:
         with suppress(InvalidTemplate):  # some chat templates take these messages only together with the others
             prefix = system_prefix(builder, turns, tools)
             if self._is_stored(prefix.ids):
-                return prefix.mark(prompt)
+                return prefix.with_head(prompt)
         return prompt
 
     def _is_stored(self, ids: tuple[int, ...]) -> bool:

@@ -1,7 +1,7 @@
 """Estimate the bytes, warming hours, break-even uses and times to first token of a corpus.
 
 The estimate is plain arithmetic: operations and bytes of a model's shape, over rates. The rates of this machine are
-measured; those of another GPU are its data sheet's, times the share of them that a program is assumed to reach.
+measured. Rates of another GPU come from its data sheet, multiplied by an assumed utilisation.
 """
 
 from __future__ import annotations

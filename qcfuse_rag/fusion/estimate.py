@@ -25,7 +25,7 @@ def estimate_prefill(
         store: the store.
         prompt: the prompt.
         method: what to reuse and what to recompute.
-        start: the first position that is not there already; what is in front of it costs nothing.
+        start: first position that is not reused from an earlier request.
     """
     stored_tokens = near_tokens = inexact_tokens = absent = asking_tokens = 0
     far_keys: list[ChunkKey] = []

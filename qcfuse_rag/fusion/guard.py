@@ -17,7 +17,7 @@ class PrefillEstimate:
     """The work of a fused prefill, estimated before anything is loaded.
 
     Attributes:
-        prompt_tokens: length of the prompt, without the beginning that is there already.
+        prompt_tokens: length of the prompt, without `held_tokens`.
         stored_tokens: tokens of its segments that the store has.
         selected_tokens: stored tokens that would be recomputed.
         probe_rows: rows that the method's probe computes; 0 without a probe.
@@ -26,7 +26,7 @@ class PrefillEstimate:
         absent: number of passages that the store does not have.
         near_tokens: tokens of its segments that the store's nearest tier has.
         far_keys: keys of stored segments that only a farther tier has.
-        held_tokens: tokens before these, whose keys and values are there already.
+        held_tokens: leading tokens whose keys and values an earlier request computed.
     """
 
     prompt_tokens: int

@@ -50,7 +50,7 @@ class AttendedTokens:
         for lookup in prefilled.report.lookups:
             if lookup.hit:
                 reused[lookup.start : lookup.start + lookup.tokens] = True
-        for span in prefilled.prompt.chunks:  # of earlier turns
+        for span in prefilled.prompt.chunks:  # passages of earlier turns
             reused[span.start : min(span.stop, prefilled.report.prefix_tokens)] = True
         reused[: prefilled.exact_tokens] = False
         reused[list(prefilled.report.selected)] = False
@@ -127,7 +127,7 @@ class Healing:
         """Number of rows of the prompt to heal, without its last row, whose logits choose the first token."""
         return max(0, len(self._prompt) - 1 - self.healed)
 
-    def is_through(self, answer: Sequence[int]) -> bool:
+    def prefix_is_exact(self, answer: Sequence[int]) -> bool:
         """Return whether every position before the answer's last token is exact, so that its row will be exact too."""
         return self.healed >= len(self._prompt) + len(answer) - 1
 
@@ -179,7 +179,7 @@ class Healing:
 
     def note_step(self, answer: Sequence[int], logits: Tensor) -> None:
         """Note that the row of the answer's last token was computed by a decode step, with these logits after it."""
-        if self.is_through(answer):
+        if self.prefix_is_exact(answer):
             self._expect(logits[None], answer)
             self.healed = len(self._prompt) + len(answer)
 
@@ -200,14 +200,14 @@ class Healing:
         return logits
 
     @torch.inference_mode()
-    def _compute_attended(self, answer: Sequence[int], rows: int) -> Tensor:
+    def _compute_attended(self, answer: Sequence[int], count: int) -> Tensor:
         """Compute the most attended tokens and the row of the answer's last token; return the logits after it."""
         lm, last = self._runner.lm, len(self._prompt) + len(answer) - 1
-        positions = self._attended.take(rows)
+        positions = self._attended.take(count)
         ids = [*(self._prompt.ids[position] for position in positions), answer[-1]]
         tokens = to_device(torch.tensor(ids), lm.device)
-        plan = RowsPlan.of(torch.tensor([*positions, last]), lm.sliding, device=lm.device)
-        plan.observe = self._attended.observe
+        rows = torch.tensor([*positions, last])
+        plan = RowsPlan.of(rows, lm.sliding, device=lm.device, observe=self._attended.observe)
         return self._runner.prefills.forward_rows(tokens, plan, self.buffer)
 
     @torch.inference_mode()

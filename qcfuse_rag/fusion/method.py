@@ -57,7 +57,8 @@ class Method:
         guard: decides when to compute everything instead; None never does.
         calibration: corrects the attention that the prompt's end and the answer pay to reused tokens; None does not.
             Methods with a layer hook or sets nested over layers are not corrected.
-        residuals: moves reused tokens with the recomputed ones of their passage, on a CPU; None does not. Likewise.
+        residuals: adds estimated corrections to the keys and values of passage tokens that are not recomputed, on a
+            CPU; None does not. Methods with a layer hook or nested sets are not corrected.
     """
 
     name: str

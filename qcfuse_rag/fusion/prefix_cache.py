@@ -40,7 +40,7 @@ class KeptSequence:
     """A prompt and its answer with their keys and values.
 
     Attributes:
-        ids: `[T]` int64, the tokens whose keys and values there are.
+        ids: `[T]` int64, the tokens of the buffer.
         buffer: the keys and values, never written to again.
         exact_tokens: number of leading positions whose keys and values are full prefill's.
         method: the method that the request asked for.
@@ -163,7 +163,7 @@ class PrefixCache:
             self._kept = sequences  # at once: others read it without the lock
 
     def clear(self) -> None:
-        """Drop all sequences, and do not keep those of requests that have begun."""
+        """Drop all sequences, and keep no sequence of a request that has begun."""
         with self._lock:
             self._kept, self._epoch = [], self._epoch + 1
 
@@ -211,7 +211,7 @@ class PrefixLease:
         fused.prefix_tokens, fused.prefix_exact = n, self.exact_tokens
 
     def release(self) -> None:
-        """Hold the reused keys and values no longer; they were copied."""
+        """Drop the reference to the reused keys and values; they were copied."""
         self._source = None
 
     @torch.inference_mode()

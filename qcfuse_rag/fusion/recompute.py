@@ -45,7 +45,7 @@ def recompute(
 ) -> Parts[tuple[Tensor, Tensor]]:
     """Compute the rows; return the first token's logits and the reused positions that were recomputed.
 
-    If a hook drops rows between layers, the positions are those kept to the last layer; an `AttentionHook` may name
+    If a hook drops rows between layers, the positions are those kept to the last layer; a `ChoosingHook` may name
     them itself. With `selection.until`, all selected positions are returned.
     """
     lm, selected = fused.lm, selection.positions
@@ -73,7 +73,7 @@ def _all_but_last_part(fused: FusedPrompt, plan: RowsPlan, part_rows: PartRows) 
     """Compute all rows but the last part; return the plan of the last part.
 
     A row sees no later row, so parts in order give the same result as one pass. The last part may be half as long
-    again: a short pass would cost more than it holds others up.
+    again: an additional short pass would cost more than the longer part delays other requests.
     """
     lm, rows = fused.lm, plan.rows if plan.on_host is None else plan.on_host
     if 2 * len(rows) <= 3 * part_rows():
@@ -84,7 +84,7 @@ def _all_but_last_part(fused: FusedPrompt, plan: RowsPlan, part_rows: PartRows) 
         part, rows = RowsPlan.of(rows[:count], lm.sliding, device=lm.device), rows[count:]
         fused.runner.prefills.forward_hidden(fused.ids[part.rows], part, fused.loading_buffer, depth=lm.n_layers)
         fused.row_layers += _row_layers(lm, part, None)
-        DeviceTimestamp.on(lm.device).wait()  # or parts that were launched could not be withdrawn
+        DeviceTimestamp.on(lm.device).wait()  # so that a cancelled request has no launched work left
     yield len(rows)
     return RowsPlan.of(rows, lm.sliding, device=lm.device)
 
@@ -92,7 +92,7 @@ def _all_but_last_part(fused: FusedPrompt, plan: RowsPlan, part_rows: PartRows) 
 def _recompute_apart(
     fused: FusedPrompt, candidates: list[PlacedChunk], selected: Tensor, hook: LayerHook | None
 ) -> None:
-    """Compute the selected tokens, and missing tokens in front of them, hiding all other reused tokens from them.
+    """Compute the selected tokens, and missing tokens before them, hiding all other reused tokens from them.
 
     Exact chunks and text outside passages stay visible.
     """

@@ -71,7 +71,7 @@ class FusionReport:
             that count tokens instead, the resulting fraction.
         prompt_tokens: length of the prompt.
         context_tokens: tokens of its passages.
-        reused_tokens: tokens whose keys and values were there and are in the final cache.
+        reused_tokens: tokens whose keys and values were reused and not recomputed.
         prefix_tokens: how many of these are the beginning that an earlier request of this engine has computed; the
             others came from the store.
         rows: tokens computed, the question's included; of passes that drop rows between layers, the rows of the last

@@ -230,12 +230,12 @@ def check_selection(recomputed: list[int], candidates: list[PlacedChunk], known:
         ValueError: if it did not; the message begins with a verb, for the method's name to stand before it.
     """
     if len(set(recomputed)) < len(recomputed) or not bool(known[recomputed].all()):
-        raise ValueError("selects a token twice, or one that is computed anyway")
+        raise ValueError("selects a token twice, or a token that is not stored")
     allowed = torch.zeros(len(known), dtype=torch.bool)
     for placed in candidates:
         allowed[placed.span.start : placed.span.stop] = True
     if not bool(allowed[recomputed].all()):
-        raise ValueError("selects a token that is none of the candidates'")
+        raise ValueError("selects a token outside the inexact passages")
     if limit is not None and len(recomputed) > limit:
         raise ValueError(f"selects {len(recomputed):,} tokens, of which {limit:,} are allowed")
 

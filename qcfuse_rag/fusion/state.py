@@ -105,7 +105,7 @@ class FusedPrompt:
         Args:
             base: which stored caches chunks start from.
             adapter: alters or replaces chunks before they are placed.
-            start: where to begin; the segments in front have been placed.
+            start: the first position to look up; earlier segments have been placed.
             wait_budget: how long to wait for the store; None waits as long as it takes.
             refused: chunks not to look up, by their positions, and why.
 
@@ -150,7 +150,7 @@ class FusedPrompt:
         self.loading_buffer = replace(self.loading_buffer, reader_bias=bias)
 
     def spread_residuals(self, kernel: ResidualKernel, candidates: Sequence[PlacedChunk], selected: Tensor) -> None:
-        """Let other tokens move with the recomputed tokens of their passage, in all passes until `stop_spreading`.
+        """Correct passage tokens that are not recomputed, by estimated residuals, in all passes until `stop_spreading`.
 
         Only on a CPU: on a GPU, recorded passes write to the buffer by themselves.
 
@@ -166,7 +166,7 @@ class FusedPrompt:
         self.loading_buffer = replace(self.loading_buffer, residuals=spread)
 
     def stop_spreading(self) -> None:
-        """Let no token move with others any more."""
+        """Correct no more tokens by estimated residuals."""
         self.loading_buffer = replace(self.loading_buffer, residuals=None)
 
     def stop(self) -> None:

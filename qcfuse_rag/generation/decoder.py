@@ -64,7 +64,7 @@ class AnswerDecoder:
     """The state of an answer while it is decoded: its tokens, the next logits, and healing.
 
     `choose` and `compute` take turns until there is a `finish_reason`. A scheduler may compute the steps of several
-    answers together instead, see `steps`, `take_logits` and `heal`.
+    answers together instead, see `needs_step`, `take_logits` and `heal`.
 
     With `exact`, tokens are first drafted on the fused cache while it is healed, and held back. When the prompt is
     healed, one pass verifies the draft. Its agreeing beginning becomes the answer, which goes on over the exact cache.
@@ -128,16 +128,16 @@ class AnswerDecoder:
         return self._prefilled.buffer if self._healing is None else self._healing.buffer
 
     @property
-    def steps(self) -> bool:
+    def needs_step(self) -> bool:
         """Whether the next pass computes the last token's row; False while a finished draft waits for verification."""
         return self._logits is None and not (self.holds_back and self._draft_is_complete)
 
     @property
-    def heals(self) -> bool:
+    def needs_healing(self) -> bool:
         """Whether there are rows to heal, beside the steps or instead of them, or a draft to verify."""
         if self._healing is None:
             return False
-        return self.holds_back or (self._rows > 0 and not self._healing.is_through(self.answer.ids))
+        return self.holds_back or (self._rows > 0 and not self._healing.prefix_is_exact(self.answer.ids))
 
     @property
     def verified_upto(self) -> int | None:
@@ -195,15 +195,15 @@ class AnswerDecoder:
         token = self._sampler(self._logits, self._prefilled.prompt.ids, self.answer.ids)
         if not self.holds_back:
             self._note_logprob(self._logits, token)
-        self._logits = self._logits_behind(token)
+        self._logits = self._logits_after(token)
         piece = self.answer.push(token)
         return text if self.holds_back else text + piece
 
     def compute(self) -> None:
         """Compute the last token's row, with rows to heal or of candidates; or heal, if no row comes next."""
-        if not self.steps:
+        if not self.needs_step:
             return self.heal(ROWS_PER_PASS) if self._healing is not None else None
-        if self.heals and (len(self.answer.ids) - 1) % self._interval == 0:
+        if self.needs_healing and (len(self.answer.ids) - 1) % self._interval == 0:
             assert self._healing is not None
             try:
                 self._logits = self._healing.step(self.answer.ids, self._rows_beside(self._healing))
@@ -245,14 +245,14 @@ class AnswerDecoder:
         return self._lookup.candidates(self.answer.ids, self._params.max_new_tokens - len(self.answer.ids) - 1)
 
     def _compute_candidates(self, candidates: list[int]) -> None:
-        """Compute the rows of the last token and of candidates behind it; later rows replace those of wrong ones."""
+        """Compute the rows of the last token and of candidates after it; later rows replace those of wrong ones."""
         self.passes += 1
         lm, ids = self._runner.lm, [self.answer.ids[-1], *candidates]
         plan = RowsPlan.between(self.position, self.position + len(ids), lm.device, lm.sliding)
-        self._logits, *behind = forward_logits(lm, torch.tensor(ids, device=lm.device), plan, self.buffer)
-        self._ahead.extend(zip(candidates, behind, strict=True))
+        self._logits, *further_logits = forward_logits(lm, torch.tensor(ids, device=lm.device), plan, self.buffer)
+        self._ahead.extend(zip(candidates, further_logits, strict=True))
 
-    def _logits_behind(self, token: int) -> Tensor | None:
+    def _logits_after(self, token: int) -> Tensor | None:
         """Return the logits after a token if it is the next candidate; otherwise drop all candidates."""
         if self._ahead and self._ahead[0][0] == token and self._lookup is not None:
             self._lookup.accept()
@@ -279,7 +279,7 @@ class AnswerDecoder:
     def _rows_beside(self, healing: Healing) -> int:
         """Return how many rows to heal beside the next step.
 
-        Behind the prompt they are at least two for each step, because every step adds one.
+        After the prompt, heal at least two rows for each step, because each step adds one row.
         """
         if self.holds_back:
             return min(self._rows, healing.prompt_left)
@@ -305,7 +305,7 @@ class AnswerDecoder:
         healing.shorten(draft[:accepted])
         self._drop_draft()
         self._accepted, self._logits = accepted, logits[accepted]
-        for row, token in zip(logits, draft[:accepted], strict=False):  # there is a row behind the last token, too
+        for row, token in zip(logits, draft[:accepted], strict=False):  # there is a row after the last token, too
             self._note_logprob(row, token)
         self._verified_text = "".join(self.answer.push(token) for token in draft[:accepted])
 

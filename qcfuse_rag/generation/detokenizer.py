@@ -34,7 +34,7 @@ class Detokenizer:
         if matches:
             self.stopped = True
             return self._release(min(matches))
-        return self._release(len(self._held) - partial_mark_length(self._held, self._stop))
+        return self._release(len(self._held) - partial_match_length(self._held, self._stop))
 
     def flush(self) -> str:
         """Return the held text at the end of the answer; an incomplete character is dropped."""
@@ -45,10 +45,10 @@ class Detokenizer:
         return text
 
 
-def partial_mark_length(text: str, marks: tuple[str, ...]) -> int:
-    """Return the length of the longest suffix of a text that is a proper prefix of one of the marks."""
-    longest = max((len(mark) for mark in marks), default=1) - 1
+def partial_match_length(text: str, strings: tuple[str, ...]) -> int:
+    """Return the length of the longest suffix of a text that is a proper prefix of one of the strings."""
+    longest = max(map(len, strings), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
-        if any(mark.startswith(text[-size:]) for mark in marks):
+        if any(string.startswith(text[-size:]) for string in strings):
             return size
     return 0

@@ -79,7 +79,7 @@ def content_logprobs(entries: Iterable[TokenLogprob], tokenizer: PreTrainedToken
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     """Return the bytes that a token adds to a text, also those of an incomplete character.
 
-    The token is decoded behind itself, because decoders strip the space in front of a text's first word.
+    The token is decoded twice in a row and the first copy is cut off, because decoders strip a leading space.
     """
     backend = tokenizer.backend_tokenizer
     alone = backend.decode([token], skip_special_tokens=False)

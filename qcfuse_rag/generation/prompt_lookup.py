@@ -1,11 +1,12 @@
 """Prompt lookup decoding (Saxena, 2023): guess an answer's next tokens from what followed its last tokens before.
 
 Answers over passages copy names, numbers and phrases of them. One pass computes the row of the last token and those of
-some candidates behind it, so candidates that are chosen need no pass of their own. Tokens are chosen from the same
+some candidates after it, so candidates that are chosen need no pass of their own. Tokens are chosen from the same
 logits as without candidates, but for the rounding of passes with other numbers of rows.
 
-A row beside a decode step costs a share of the step, see `row_cost`. There are candidates while chosen ones pay for the
-rows: steps save up a tenth of their time, at most `CREDIT` steps, and that is the most that candidates may lose.
+A row beside a decode step costs a share of the step, see `row_cost`. A budget limits the candidates. Each step without
+candidates adds a tenth of a step, up to `CREDIT` steps. Candidates spend the cost of their rows. An accepted candidate
+adds one step.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PromptLookup:
         self._ids, self._known = list(prompt), 0
         self._prompt_tokens = len(prompt)
         self._max_tokens, self._row_cost, self._balance = max_tokens, row_cost, CREDIT
-        self._behind: dict[tuple[int, ...], int] = {}
+        self._next_index: dict[tuple[int, ...], int] = {}
 
     def candidates(self, answer: Sequence[int], limit: int) -> list[int]:
         """Return what followed the last tokens where they last stood; empty if nowhere, or if candidates do not pay.
@@ -53,7 +54,7 @@ class PromptLookup:
         self._ids += answer[len(self._ids) - self._prompt_tokens :]
         self._learn()
         limit = min(limit, self._max_tokens, int(self._balance / self._row_cost))
-        found = (self._behind.get(tuple(self._ids[-size:])) for size in NGRAM_SIZES)
+        found = (self._next_index.get(tuple(self._ids[-size:])) for size in NGRAM_SIZES)
         start = next((index for index in found if index is not None), None)
         if start is None or limit < 1:
             self._balance = min(CREDIT, self._balance + SAVED)
@@ -67,11 +68,11 @@ class PromptLookup:
         self._balance = min(CREDIT, self._balance + 1)
 
     def _learn(self) -> None:
-        """Note the index behind each n-gram, the last one of the same tokens; the newest tokens have nothing behind."""
+        """Note the index after each n-gram, the last one of the same tokens; nothing follows the newest tokens yet."""
         for stop in range(max(1, self._known), len(self._ids)):
             for size in NGRAM_SIZES:
                 if stop >= size:
-                    self._behind[tuple(self._ids[stop - size : stop])] = stop
+                    self._next_index[tuple(self._ids[stop - size : stop])] = stop
         self._known = len(self._ids)
 
 

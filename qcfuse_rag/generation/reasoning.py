@@ -1,7 +1,6 @@
 """Separate the reasoning that a model writes before its answer from the answer.
 
-A tokenizer may say by a response template of transformers how its model marks reasoning; else the marks are known that
-its chat template writes around earlier reasoning.
+The tags come from the tokenizer's response template. Without one, known tags are looked for in its chat template.
 https://huggingface.co/docs/transformers/main/chat_response_parsing
 """
 
@@ -17,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of the field for reasoning in response templates."""
 
-MARK_KEYS = ("open", "open_pattern", "close", "close_pattern")
-"""Keys of a field's marks in response templates."""
+TAG_KEYS = ("open", "open_pattern", "close", "close_pattern")
+"""Keys of a field's tags in response templates."""
 
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-"""Marks of reasoning at the start of an answer: of Qwen3, DeepSeek-R1, SmolLM3 and more; of Magistral; of Seed-OSS."""
+"""Tags of reasoning at the start of an answer: of Qwen3, DeepSeek-R1, SmolLM3 and more; of Magistral; of Seed-OSS."""
 
 HARMONY: dict[str, Any] = {
     "start_anchor": "<|start|>assistant",
@@ -42,7 +41,7 @@ class AnswerPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks of one model's reasoning.
+    """The tags of one model's reasoning.
 
     Attributes:
         response_template: in the form of transformers, with fields for reasoning and content.
@@ -70,10 +69,10 @@ class ReasoningFormat:
                 return cls({"start_anchor_pattern": r"\A", "fields": fields}, opening)
         return None
 
-    def marks_with(self, tokens: Iterable[str]) -> bool:
-        """Return whether some of these tokens are in the marks."""
-        marks = str(self.response_template).replace("\\", "")
-        return any(token in marks for token in tokens)
+    def has_tag_in(self, tokens: Iterable[str]) -> bool:
+        """Return whether some of these tokens are in the tags."""
+        tags = str(self.response_template).replace("\\", "")
+        return any(token in tags for token in tokens)
 
     def reader(self, tokenizer: PreTrainedTokenizerBase, prompt_end: str) -> ReasoningReader:
         """Return a reader of one answer.
@@ -88,7 +87,7 @@ class ReasoningFormat:
 
 
 class ReasoningReader:
-    """Separates the reasoning of one streamed answer from its text, without the marks and the whitespace beside them.
+    """Separates the reasoning of one streamed answer from its text, without the tags and the whitespace beside them.
 
     Args:
         parser: a `ResponseParser` of transformers, which has read the end of the prompt.
@@ -123,13 +122,13 @@ class ReasoningReader:
 
 
 def _reasoning_part(response_template: Any) -> dict[str, Any] | None:
-    """Return the marks of reasoning and content in a response template; None if it has none of reasoning.
+    """Return the tags of reasoning and content in a response template; None if it has none of reasoning.
 
     Tool calls stay part of the content, which `generation.tool_parsers` parse.
     """
     try:
         fields = {
-            name: {key: value for key, value in field.items() if key in MARK_KEYS}
+            name: {key: value for key, value in field.items() if key in TAG_KEYS}
             for name, field in response_template["fields"].items()
             if name in (*REASONING_FIELDS, "content")
         }

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.decode import Generation
-from qcfuse_rag.generation.detokenizer import partial_mark_length
+from qcfuse_rag.generation.detokenizer import partial_match_length
 from qcfuse_rag.generation.grammar import json_grammar
 from qcfuse_rag.generation.reasoning import AnswerPiece, ReasoningFormat
 from qcfuse_rag.generation.sampling import SamplingParams
@@ -181,13 +181,12 @@ class ResponseFormat:
 
 @dataclass(frozen=True, slots=True)
 class ResponseSyntax:
-    """How a model marks the parts of an answer.
+    """How a model delimits the parts of an answer.
 
     Attributes:
         tool_calls: the syntax of tool calls; None if the answer can have none.
-        reasoning: the marks of reasoning; None if the answer has none.
-        hidden: special tokens that are not shown, in a text that has special tokens because marks have; None if the
-            text needs none.
+        reasoning: the tags of reasoning; None if the answer has none.
+        hidden: special tokens to remove from the answer; None if the answer is decoded without special tokens.
     """
 
     tool_calls: ToolCallParser | None
@@ -207,7 +206,7 @@ class ResponseSyntax:
         reasoning = None if response_format.has_grammar else ReasoningFormat.of(tokenizer)
         special = special_tokens_of(tokenizer)
         tags = () if parser is None else (parser.start_tag, parser.end_tag)
-        if not set(tags) & set(special) and (reasoning is None or not reasoning.marks_with(special)):
+        if not set(tags) & set(special) and (reasoning is None or not reasoning.has_tag_in(special)):
             return cls(parser, reasoning)
         return cls(parser, reasoning, tuple(token for token in special if token not in tags))
 
@@ -231,37 +230,37 @@ class ResponseReader:
         self._parser, self._tools = syntax.tool_calls, response_format.visible_tools
         self._requires_call = bool(response_format.required_tools)
         prompt_end = "" if prompt is None else prompt.segments[-1].text
-        self._reasoning = None if syntax.reasoning is None else syntax.reasoning.reader(tokenizer, prompt_end)
+        self._reasoning_reader = None if syntax.reasoning is None else syntax.reasoning.reader(tokenizer, prompt_end)
         self._hidden = re.compile("|".join(map(re.escape, syntax.hidden or ())) or "(?!)")
         self._pushed = self._shown = 0
         self._finished = False
-        self._text = self._thoughts = ""
+        self._text = self._reasoning = ""
 
     def push(self, piece: str) -> AnswerPiece:
         """Add a piece of the answer; return what is certainly text or reasoning and no call, often nothing."""
         self._pushed += len(piece)
-        return self._add(AnswerPiece(piece) if self._reasoning is None else self._reasoning.push(piece))
+        return self._add(AnswerPiece(piece) if self._reasoning_reader is None else self._reasoning_reader.push(piece))
 
     def finish(self, generation: Generation) -> tuple[AnswerPiece, ParsedResponse]:
         """Parse the finished answer; return what was not shown yet, and the parsed answer."""
-        shown, thought = self._shown, len(self._thoughts)
+        shown, shown_reasoning = self._shown, len(self._reasoning)
         if not self._finished:
             self.push(generation.text[self._pushed :])
-            if self._reasoning is not None:
-                self._add(self._reasoning.finish())
+            if self._reasoning_reader is not None:
+                self._add(self._reasoning_reader.finish())
             self._finished = True
         response = ParsedResponse(self._text) if self._parser is None else self._parser.parse(self._text, self._tools)
         if not response.calls and not response.broken:
             incomplete = BrokenCall(self._text, "the call is incomplete")
             response = ParsedResponse("", broken=(incomplete,)) if self._requires_call else ParsedResponse(self._text)
-        rest = AnswerPiece(response.content[shown:], self._thoughts[thought:])
-        return rest, replace(response, reasoning=self._thoughts)
+        rest = AnswerPiece(response.content[shown:], self._reasoning[shown_reasoning:])
+        return rest, replace(response, reasoning=self._reasoning)
 
     def _add(self, piece: AnswerPiece) -> AnswerPiece:
         """Add text and reasoning; return the reasoning, and the text that is certain now."""
         self._text += self._hidden.sub("", piece.text)
         reasoning = self._hidden.sub("", piece.reasoning)
-        self._thoughts += reasoning
+        self._reasoning += reasoning
         return AnswerPiece(self._certain_text(), reasoning)
 
     def _certain_text(self) -> str:
@@ -272,7 +271,7 @@ class ResponseReader:
         start_tag = self._parser.start_tag
         start = self._text.find(start_tag)
         return self._show_until(
-            start if start >= 0 else len(self._text) - partial_mark_length(self._text, (start_tag,))
+            start if start >= 0 else len(self._text) - partial_match_length(self._text, (start_tag,))
         )
 
     def _show_until(self, stop: int) -> str:

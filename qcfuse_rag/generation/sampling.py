@@ -47,8 +47,8 @@ class SamplingParams:
         frequency_penalty: subtracted as often as the answer has the token, as in OpenAI's API.
         logit_bias: pairs of a token id and a number that is added to its logit.
         stop: strings that end the answer and are not part of it.
-        special_tokens: whether the answer's text has the special tokens, by which some models mark reasoning and tool
-            calls; `generation.response_format` reads such text. The end token is never part of it.
+        special_tokens: whether the answer's text has the special tokens, by which some models delimit reasoning and
+            tool calls; `generation.response_format` reads such text. The end token is never part of it.
         seed: of the random numbers; None takes a new seed each time.
         grammar: that the answer has to follow, see `generation.grammar`; None for any text.
         fidelity: see `Fidelity`. An answer that is sampled or has penalties or biases cannot be verified: `exact`
@@ -128,7 +128,8 @@ class Sampler:
 
     Raises:
         InvalidGrammar: if the grammar cannot be followed.
-        QCFuseError: if there is a grammar and llguidance is not installed, or a bias is for a token that is none.
+        QCFuseError: if there is a grammar and llguidance is not installed, or `logit_bias` names an id outside of
+            the vocabulary.
     """
 
     def __init__(self, params: SamplingParams, lm: LanguageModel) -> None:
@@ -174,12 +175,12 @@ class Sampler:
 
     def _adjust(self, logits: Tensor, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
         params = self._params
-        said = torch.tensor(answer, dtype=torch.int64, device=logits.device)
+        answer_ids = torch.tensor(answer, dtype=torch.int64, device=logits.device)
         if params.repetition_penalty != 1 and (prompt or answer):
-            read = torch.tensor([*prompt, *answer], dtype=torch.int64, device=logits.device)
-            logits = self._repetition(read[None], logits[None])[0]
+            context_ids = torch.tensor([*prompt, *answer], dtype=torch.int64, device=logits.device)
+            logits = self._repetition(context_ids[None], logits[None])[0]
         logits = logits.index_add(0, self._bias_ids, self._biases)
-        counts = torch.bincount(said, minlength=len(logits))
+        counts = torch.bincount(answer_ids, minlength=len(logits))
         return logits - params.frequency_penalty * counts - params.presence_penalty * counts.clamp(max=1)
 
     def _choose(self, logits: Tensor) -> int:

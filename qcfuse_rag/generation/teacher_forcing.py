@@ -22,7 +22,7 @@ from qcfuse_rag.runtime.runner import ModelRunner
 def greedy_answer(runner: ModelRunner, prefilled: Prefilled, max_new_tokens: int) -> tuple[tuple[int, ...], Tensor]:
     """Decode the greedy answer of a prefilled prompt token by token.
 
-    The rows of the answer are written to the buffer behind the prompt. That is harmless to later answers over the same
+    The rows of the answer are written to the buffer after the prompt. That is harmless to later answers over the same
     buffer: every pass computes these positions again before it reads them.
 
     Args:
@@ -54,10 +54,11 @@ def greedy_answers(
     ends = end_tokens(runner.lm)
     answers = [[int(prefilled.logits.argmax())] for prefilled in prompts]
     logits = [[prefilled.logits] for prefilled in prompts]
-    while going := [i for i, ids in enumerate(answers) if ids[-1] not in ends and len(ids) < max_new_tokens]:
-        tokens = [answers[i][-1] for i in going]
-        positions = [len(prompts[i].prompt) + len(answers[i]) - 1 for i in going]
-        for i, after in zip(going, runner.decodes(tokens, positions, [prompts[i].buffer for i in going]), strict=True):
+    while unfinished := [i for i, ids in enumerate(answers) if ids[-1] not in ends and len(ids) < max_new_tokens]:
+        tokens = [answers[i][-1] for i in unfinished]
+        positions = [len(prompts[i].prompt) + len(answers[i]) - 1 for i in unfinished]
+        buffers = [prompts[i].buffer for i in unfinished]
+        for i, after in zip(unfinished, runner.decodes(tokens, positions, buffers), strict=True):
             logits[i].append(after)
             answers[i].append(int(after.argmax()))
     return [(tuple(ids), torch.stack(rows)) for ids, rows in zip(answers, logits, strict=True)]
@@ -85,8 +86,8 @@ def answer_logits(runner: ModelRunner, prefilled: Prefilled, ids: Sequence[int])
     _check_capacity(prefilled, len(ids))
     lm, length = runner.lm, len(prefilled.prompt)
     plan = RowsPlan.between(length, length + len(ids) - 1, lm.device, lm.sliding)
-    behind = forward_logits(lm, torch.tensor(ids[:-1], device=lm.device), plan, prefilled.buffer)
-    return torch.cat([prefilled.logits[None], behind])
+    following = forward_logits(lm, torch.tensor(ids[:-1], device=lm.device), plan, prefilled.buffer)
+    return torch.cat([prefilled.logits[None], following])
 
 
 def _check_capacity(prefilled: Prefilled, answer_tokens: int) -> None:

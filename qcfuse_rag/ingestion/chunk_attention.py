@@ -29,7 +29,8 @@ class ContextAttention:
         device: device of the pass.
 
     Attributes:
-        mass: `[n_layers, C, C]` float32, sum from the tokens of a chunk (first C) to those of itself or an earlier one.
+        mass: `[n_layers, C, C]` float32. `mass[layer, i, j]`: total attention from the tokens of chunk i to the tokens
+            of chunk j, for j <= i.
         tokens: `[T]` float32 for the positions from the first chunk's start: attention of each token to chunks before
             its own, mean over layers.
     """

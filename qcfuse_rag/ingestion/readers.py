@@ -188,7 +188,7 @@ def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> P
         if not isinstance(passage, str) or not isinstance(source, str):
             raise QCFuseError(f"{path}, line {number}: `text` and `source` must be strings")
         if not _is_unicode(passage + source):
-            raise QCFuseError(f"{path}, line {number}: an escape is half a character, which is no text")
+            raise QCFuseError(f"{path}, line {number}: a \\u escape is a lone surrogate, which is not valid Unicode")
         passages.setdefault(source, []).extend(splitting.split(passage, markdown=False))
     return passages
 

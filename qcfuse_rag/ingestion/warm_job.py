@@ -168,7 +168,7 @@ class WarmJob:
         system_prefix = self._prefiller.system_prefix() if self._pending else None
         results: list[BatchResult] = []
         unconfirmed: list[ChunkKey] = []  # enriched entries that may be written by now
-        written: list[ChunkKey] = []  # all entries that may be
+        written: list[ChunkKey] = []  # all entries that may be written by now
         try:
             # Enriched chunks are made from framed ones, so the framed ones come first.
             for enriched in (False, True):
@@ -201,7 +201,7 @@ class WarmJob:
         )
 
     def _begin(self, batch: Batch, unconfirmed: list[ChunkKey], written: list[ChunkKey]) -> Batch:
-        """Record what enriched chunks are made from before they are computed; until then they are missing.
+        """Discard enriched chunks and record what they are made from, before they are computed.
 
         Ray takes several batches at a time, so it records that many batches ahead.
         """
@@ -215,7 +215,7 @@ class WarmJob:
         return batch
 
     def _recheck(self, unconfirmed: list[ChunkKey], written: list[ChunkKey]) -> None:
-        """Delete entries whose document, or one of whose neighbours, was deleted while they were computed."""
+        """Delete entries whose document or neighbour was deleted during the computation."""
         if self._confirm is not None and written:
             self._confirm(written)
             written.clear()

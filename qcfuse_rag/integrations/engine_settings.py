@@ -1,18 +1,28 @@
-"""Settings that frameworks' model classes load an engine by, and the engine behind them."""
+"""Settings with which frameworks' model classes load an engine, and that engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, Field
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import LOAD_SETTINGS, EngineHandle
-from qcfuse_rag.generation.sampling import Fidelity
+from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
 from qcfuse_rag.models.weights.formats import WeightFormat
 
-SAMPLING_SETTINGS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SAMPLING_SETTINGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "fidelity",
+)
 """Fields that have the names that `SamplingParams` has for them."""
 
 
@@ -79,7 +89,7 @@ class EngineSettings(BaseModel):
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Load the model by name in the process that unpickles.
 
-        The engine of `from_engine` stays behind, so its handle raises when it is used.
+        The engine of `from_engine` is not pickled, so its handle raises when it is used.
         """
         attributes = {**state["__dict__"], **(state["__pydantic_private__"] or {})}
         pickled: EngineHandle | None = attributes.get(self.HANDLE)
@@ -114,6 +124,27 @@ class EngineSettings(BaseModel):
         handle: EngineHandle | None = getattr(self, self.HANDLE)
         if handle is not None:
             handle.close()
+
+    def sampling_params(
+        self, call: Mapping[str, Any], *, max_new_tokens: int, stop: str | Sequence[str]
+    ) -> SamplingParams:
+        """Return the settings of an answer; a setting that is missing in the call, or None, is the field's.
+
+        Args:
+            call: keyword arguments of the call.
+            max_new_tokens: limit of the answer, in tokens.
+            stop: one or more strings that end the answer.
+
+        Raises:
+            ValueError: if a setting is invalid.
+        """
+        settings = {name: getattr(self, name) if call.get(name) is None else call[name] for name in SAMPLING_SETTINGS}
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            logprobs=self.top_count(call),
+            **settings,
+        )
 
     def top_count(self, call: Mapping[str, Any]) -> int | None:
         """Return `SamplingParams.logprobs` for a call, whose settings go before the fields of the same names.

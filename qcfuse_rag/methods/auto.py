@@ -41,9 +41,9 @@ def auto(  # noqa: PLR0913 each part can be switched off
             `question`, or, as the `suffix`, up to the end of the prompt.
         normalized: give every layer the same weight.
         exact_first: take the framed cache, which is exact, for the prompt's first passage.
-        residuals: move the other tokens of a passage with its recomputed ones, on a CPU; see `runtime.residuals`. It
-            brings many answers nearer to full prefill's, and loses hidden numbers with some models. So without it,
-            `qcfuse verify` tries both, and the verdict chooses.
+        residuals: add estimated corrections to the keys and values of passage tokens that are not recomputed, on a
+            CPU; see `runtime.residuals`. The corrections bring many answers nearer to full prefill's. With some models
+            the answers lose hidden numbers. If it is False, `qcfuse verify` tries both, and the verdict chooses.
         guard: compute the whole prompt if that is predicted to be faster.
     """
     return Method(

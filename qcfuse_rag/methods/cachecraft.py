@@ -150,7 +150,6 @@ class FocusedChunksPass:
         recomputed: `[S]` positions of reused tokens that are recomputed.
         last: the last layer whose attention is measured.
         share: see `FocusedChunks`.
-        chosen: None; the tokens recomputed in the last layer count.
     """
 
     chunks: tuple[Span, ...]
@@ -158,7 +157,6 @@ class FocusedChunksPass:
     recomputed: Tensor
     last: int
     share: float
-    chosen: Tensor | None = None
     _attention: dict[int, float] = field(default_factory=dict, repr=False)
 
     def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:

@@ -104,7 +104,8 @@ def refuse_mismatched_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTok
     embeddings = model.get_input_embeddings().weight.shape[0]
     if tokens > embeddings:
         raise UnsupportedModel(
-            f"the tokenizer has {tokens:,} tokens and the model {embeddings:,} embeddings: they are not of one model"
+            f"the tokenizer has {tokens:,} tokens and the model {embeddings:,} embeddings: "
+            "they belong to different models"
         )
 
 

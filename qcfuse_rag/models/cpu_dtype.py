@@ -88,9 +88,10 @@ def _fastest(rows: Tensor, weight: Tensor) -> float:
 
 
 def processor_name() -> str:
-    """Return the name of the processor.
+    """Return the name of the processor, under which the chosen dtype is kept.
 
-    A choice is kept for it alone: threads and versions of torch matter too, but a store is read in one dtype.
+    The number of threads and the version of torch also affect the speed. They are not part of the name: another dtype
+    would make the stored caches misses.
     """
     name = platform.processor() or platform.machine()
     with suppress(OSError):

@@ -34,33 +34,33 @@ class FileState:
     """The state of a file, or of the files in a folder, at one moment.
 
     Attributes:
-        place: the file or folder.
+        path: the file or folder.
         files: path, size, inode and times of each, in ascending order.
         settled: whether the last change was so long ago that a later one has other times.
     """
 
-    place: Path
+    path: Path
     files: tuple[tuple[str, int, int, int, int, int], ...]
     settled: bool
 
     @classmethod
-    def read(cls, place: Path) -> Self | None:
+    def read(cls, path: Path) -> Self | None:
         """Return the state; None if it cannot be read, or a folder's index of weights names files elsewhere."""
         try:
-            place, now = place.resolve(strict=True), time.time()
-            paths = sorted(place.iterdir()) if place.is_dir() else [place]
-            if any(set(index.read_text("utf-8")) & {"/", "\\"} for index in paths if index.match(INDEX_FILES)):
+            path, now = path.resolve(strict=True), time.time()
+            members = sorted(path.iterdir()) if path.is_dir() else [path]
+            if any(set(index.read_text("utf-8")) & {"/", "\\"} for index in members if index.match(INDEX_FILES)):
                 return None
-            stats = [(path, path.stat()) for path in paths if not path.is_dir()]
+            stats = [(member, member.stat()) for member in members if not member.is_dir()]
         except (OSError, ValueError):
             return None
-        files = tuple((str(p), s.st_size, s.st_dev, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats)
+        files = tuple((str(m), s.st_size, s.st_dev, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for m, s in stats)
         latest = max((max(file[-2:]) for file in files), default=0)
-        return cls(place, files, latest < (now - SETTLED_S) * 1e9)
+        return cls(path, files, latest < (now - SETTLED_S) * 1e9)
 
     def is_current(self) -> bool:
         """Return whether the files still have this state."""
-        now = FileState.read(self.place)
+        now = FileState.read(self.path)
         return now is not None and now.files == self.files
 
 
@@ -68,7 +68,7 @@ def hash_once(state: FileState | None, settings: dict[str, str], compute: Callab
     """Return the kept hash of files in a state; without one, compute the hash and keep it.
 
     Args:
-        state: of the files, from before anything was read of them; None keeps nothing.
+        state: the state of the files before any of them was read; None keeps nothing.
         settings: all else that the hash depends on, ready for JSON.
         compute: returns the hash, 32 hexadecimal digits.
     """

@@ -42,7 +42,7 @@ from qcfuse_rag.models.weights.rounded_load import rounding_while_loading
 LOG = logging.getLogger(__name__)
 
 MAX_LAYERS = 10_000
-"""Most layers, and most experts of a layer, that are built; large models have some hundreds."""
+"""Limit of layers, and of experts in a layer; large models have some hundreds."""
 
 _LOAD_LOCK = threading.Lock()
 """transformers changes methods of its classes while it loads; two threads at once could leave them changed."""
@@ -128,7 +128,7 @@ def load_model(
             f"{name!r} has packed weights that cannot be moved to {device}: {_first_line(error)}; name the device that "
             "they were packed for, or load a checkpoint that is not quantised"
         ) from error
-    # A hub may have given newer files than those that were there before.
+    # The hub may have sent newer files than the cached ones.
     same = files is not None and files == _weight_files(source, gguf, conversion if existed else None)
     return LoadedModel(model, tokenizer, files if same and existed == bool(loaded) else None, str(torch_dtype))
 
@@ -143,8 +143,8 @@ def _version(package: str) -> str:
 def _weight_files(source: str, gguf: Path | None, conversion: GgufConversion | None) -> FileState | None:
     """Return the state of the files that a model's weights will be read from; None if they are not here yet."""
     folder = Path(source) if Path(source).is_dir() else snapshot_folder(source)
-    place = conversion.folder if conversion else gguf or folder
-    return None if place is None else FileState.read(place)
+    path = conversion.folder if conversion else gguf or folder
+    return None if path is None else FileState.read(path)
 
 
 def _load_in_format(
@@ -224,7 +224,7 @@ def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _refuse_endless(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse a configuration by which building the model, before its weights are read, would take hours.
+    """Refuse a configuration with so many layers or experts that building the model would take hours.
 
     Raises:
         UnsupportedModel: if it has more than `MAX_LAYERS` layers or experts.
@@ -233,7 +233,7 @@ def _refuse_endless(name: str, config: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             _refuse_endless(name, value)
         elif isinstance(value, int | float) and ("layer" in field or "expert" in field) and value > MAX_LAYERS:
-            raise UnsupportedModel(f"{name!r} asks for {value:,} by {field}; at most {MAX_LAYERS:,} are built")
+            raise UnsupportedModel(f"{name!r} sets {field} to {value:,}; the limit is {MAX_LAYERS:,}")
 
 
 def _load_conversion(

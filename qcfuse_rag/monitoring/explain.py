@@ -97,7 +97,7 @@ def explain_prefill(
         origins: the passages' documents, in the order of the prompt; passages without one are numbered only.
 
     Returns:
-        `sections` has a segment of the prompt each: `heading`, `tokens`, `status`, the share of the scores (`probed`),
+        `sections` has an entry for each segment: `heading`, `tokens`, `status`, the share of the scores (`probed`),
         and its text as `pieces` of `[outcome, text]`, where an outcome is `reused`, `recomputed` or `computed`. The
         other fields are about the whole prompt.
     """

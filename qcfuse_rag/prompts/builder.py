@@ -132,7 +132,7 @@ class PromptBuilder:
             history: earlier turns of the conversation, placed after the system message. Its leading system messages are
                 merged into the template's system message, or become it if there is none.
             tools: tools that the model may call, at the place of the chat template.
-            later: turns behind the question, such as a tool call and its result.
+            later: turns after the question, such as a tool call and its result.
             split_text: returns the segments of a text between question and chunks, so that passages in other turns are
                 chunks too. With None, each of these texts is one segment.
 

@@ -17,7 +17,7 @@ def require_short(builder: PromptBuilder, *parts: object) -> None:
     """Refuse text that no tokenizer could make short enough.
 
     Args:
-        builder: of the prompt; its tokenizer has the longest token, its window the tokens that may be.
+        builder: supplies the longest token and the context window.
         *parts: texts, messages, tools and variables of the chat template.
 
     Raises:

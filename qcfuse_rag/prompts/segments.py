@@ -66,7 +66,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Segments in order, and the system prefix that their chunks were warmed behind.
+    """Segments in order, and the system prefix after which their chunks were warmed.
 
     Attributes:
         segments: the non-empty segments; the last one is not stored, because an answer needs a computed row.

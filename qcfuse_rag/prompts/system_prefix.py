@@ -31,7 +31,7 @@ class SystemPrefix:
     ids: tuple[int, ...]
     ends: tuple[int, ...]
 
-    def mark(self, prompt: Prompt) -> Prompt:
+    def with_head(self, prompt: Prompt) -> Prompt:
         """Return a prompt of the same tokens whose head is this system prefix, as far as the tokens are equal.
 
         The last tokens of a system prefix may differ in a prompt, where they can join the text that follows. A passage
@@ -69,7 +69,7 @@ def system_prefix(builder: PromptBuilder, turns: Sequence[Turn], tools: Sequence
 
 
 def _segments_from(prompt: Prompt, tokens: int, characters: int) -> Iterator[Segment]:
-    """Yield the segments behind so many tokens and characters; a segment that begins before them is cut."""
+    """Yield the segments after so many tokens and characters; a segment that begins before them is cut."""
     for span in prompt.spans:
         segment = span.segment
         if span.stop <= tokens:

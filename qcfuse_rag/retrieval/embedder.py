@@ -37,7 +37,7 @@ class Embedder:
         return np.asarray(self._encode(list(texts)), dtype=np.float32)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
-        """Return the number of tokens that the model reads of texts; it leaves out what is behind its limit."""
+        """Return the number of tokens that the model reads of texts; it leaves out what is after its limit."""
         return self._encode.count_tokens(list(texts))
 
 

@@ -132,6 +132,11 @@ class PassageIndex:
         return cls(made_with, passages, embeddings)
 
 
+def nearest(vectors: NDArray[np.float32], vector: NDArray[np.float32], count: int) -> list[int]:
+    """Return the rows of the `count` vectors `[N, D]` nearest to a vector `[D]`, best first; all have length 1."""
+    return [int(row) for row in np.argsort(-(vectors @ vector), kind="stable")[:count]]
+
+
 def embedder_source(name: str) -> str:
     """Return the id or folder to load an embedding model from, given its name in an index."""
     return default_embedder() if name == DEFAULT_EMBEDDER else name

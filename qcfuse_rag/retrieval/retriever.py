@@ -56,8 +56,8 @@ class Retriever:
     def retrieve(self, question: str, count: int, *, after: str | None = None) -> list[RetrievedPassage]:
         """Return the `count` passages nearest to a question, best first.
 
-        A follow-up such as "and for how long?" may not say what it is about. So both the question and the question
-        behind the earlier one are searched for; a passage counts by the nearer of the two.
+        A follow-up such as "and for how long?" may not say what it is about. So the search uses both the question and
+        the question after the earlier one; a passage counts by the nearer of the two.
 
         Args:
             question: the question.
@@ -66,29 +66,30 @@ class Retriever:
         """
         queries = [question] if after is None else [question, f"{after} {question}"]
         found = self.index.search(self._embed([query[:QUERY_CHARACTERS] for query in queries]), count)
-        self._log.note(self.index.passages[row].text for row, _ in found)
-        return [self._describe(row, score) for row, score in found]
+        passages = self.index.passages
+        self._log.note(passages[row].text for row, _ in found)
+        return [
+            RetrievedPassage(passages[row].source, self._title(row), passages[row].text, score) for row, score in found
+        ]
 
     def short_names(self, passages: Iterable[IndexedPassage | RetrievedPassage]) -> list[str]:
         """Return the name of each passage's document for people: without the folder that the library's files share."""
-        paths = {path for each in self.index.passages if (path := PurePath(each.source)).is_absolute()}
+        paths = {path for passage in self.index.passages if (path := PurePath(passage.source)).is_absolute()}
         shared = os.path.commonpath(path.parent for path in paths) if paths else ""
         return [
             str(path.relative_to(shared)) if (path := PurePath(passage.source)) in paths else passage.source
             for passage in passages
         ]
 
-    def _describe(self, row: int, score: float) -> RetrievedPassage:
-        passage = self.index.passages[row]
-        return RetrievedPassage(passage.source, self._title(row), passage.text, score)
-
     def _title(self, row: int) -> str | None:
         """Return the first heading of a passage, or the last heading before it in its document."""
-        passage = self.index.passages[row]
-        own = HEADING.search(passage.text)
+        passages = self.index.passages
+        own = HEADING.search(passages[row].text)
         if own is not None:
             return own[1]
-        for earlier in reversed(self.index.passages[:row]):
-            if earlier.source == passage.source and (headings := HEADING.findall(earlier.text)):
+        # The passages of a document are next to each other, in order.
+        while row > 0 and passages[row - 1].source == passages[row].source:
+            row -= 1
+            if headings := HEADING.findall(passages[row].text):
                 return str(headings[-1])
         return None

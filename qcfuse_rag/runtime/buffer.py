@@ -47,7 +47,8 @@ class KVBuffer:
         wait_for_layer: called with a layer's index before a pass writes or reads the layer; returns when the layer's
             stored chunks are placed. None if nothing is being loaded.
         reader_bias: corrects the attention of every row that is computed behind the passages; None leaves it as it is.
-        residuals: moves tokens of passages with those that are recomputed; None leaves them as they were stored.
+        residuals: adds estimated corrections to the keys and values of passage tokens that are not recomputed; None
+            leaves them as they were stored.
     """
 
     keys: tuple[Tensor, ...]
@@ -163,11 +164,11 @@ class BufferPool:
     in the middle of its own `allocate`.
 
     Args:
-        spare_bytes: limit on unused memory; beyond it, the blocks that were returned first are freed.
+        max_spare_bytes: limit on unused memory; beyond it, the blocks that were returned first are freed.
     """
 
-    def __init__(self, spare_bytes: int = SPARE_BYTES) -> None:
-        self._max_spare_bytes = spare_bytes
+    def __init__(self, max_spare_bytes: int = SPARE_BYTES) -> None:
+        self._max_spare_bytes = max_spare_bytes
         self._spare: deque[PoolBlock] = deque()
 
     @property
@@ -180,9 +181,9 @@ class BufferPool:
         needed = nbytes + POOL_ALIGNMENT
         block = self._reuse_block(needed) or PoolBlock(np.empty(_block_size(needed), np.uint8))
         first = -block.memory.ctypes.data % POOL_ALIGNMENT
-        lease = block.memory[first : first + nbytes]  # a new object, which lives as long as a tensor uses the memory
-        weakref.finalize(lease, self._return_block, block).atexit = False
-        return torch.from_numpy(lease)
+        view = block.memory[first : first + nbytes]  # a new object, which lives as long as a tensor uses the memory
+        weakref.finalize(view, self._return_block, block).atexit = False
+        return torch.from_numpy(view)
 
     def _reuse_block(self, nbytes: int) -> PoolBlock | None:
         """Remove and return the smallest spare block that fits; of equal blocks, the one returned last.

@@ -20,7 +20,7 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.models.cpu_dtype import processor_name
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.attention.dense import dense_attention_name
-from qcfuse_rag.runtime.device import finish, timed
+from qcfuse_rag.runtime.device import fastest_s, finish
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
@@ -61,8 +61,8 @@ class Costs:
             CPU a pass that is long enough takes many seconds. There full prefill of a long prompt takes longer than
             predicted.
         sparse_attended_key_s: the same of a pass over some rows of a prompt.
-        loads_aside: whether loading takes no time from passes: on a GPU a link copies while the device computes. On a
-            CPU the thread that computes also places what was read.
+        loading_overlaps: whether loading takes no time from passes. On a GPU a link copies while the device computes.
+            On a CPU the thread that computes also places the loaded keys and values.
         overhead_s: the fixed cost of a fused prefill besides its passes: lookups, starting to load, scoring.
     """
 
@@ -73,11 +73,11 @@ class Costs:
     recorded_pass_s: float | None = None
     attended_key_s: float = 0.0
     sparse_attended_key_s: float = 0.0
-    loads_aside: bool = False
+    loading_overlaps: bool = False
     overhead_s: float = 0.0
 
     def full_pass_s(self, rows: int, held: int = 0) -> float:
-        """Predict the seconds of a pass over a whole prompt, behind so many tokens whose keys and values are held."""
+        """Predict the seconds of a pass over a whole prompt that follows `held` tokens with cached keys and values."""
         return self.pass_s + rows * (self.row_s + (held + rows / 2) * self.attended_key_s) if rows else 0.0
 
     def partial_pass_s(self, rows: int, keys: float = 0, share: float = 1.0) -> float:
@@ -107,7 +107,7 @@ class Costs:
         Args:
             prompt_tokens: tokens of the prompt. The probe's rows see them all, and recomputed rows, which are spread
                 over the prompt, half of them.
-            held_tokens: tokens before them, whose keys and values are held already; all rows see them.
+            held_tokens: tokens before them, whose keys and values an earlier request computed; all rows see them.
             stored_tokens: tokens to load.
             near_tokens: tokens to load that the nearest tier has. The others are copied there first.
             probe_rows: rows that a probe computes before rows are chosen; 0 without a probe.
@@ -119,7 +119,7 @@ class Costs:
         load_s = stored_tokens * near_load_s
         probe_s = self.partial_pass_s(probe_rows, held_tokens + prompt_tokens, probe_share)
         rows_s = self.partial_pass_s(rows, held_tokens + prompt_tokens / 2)
-        if not self.loads_aside:
+        if not self.loading_overlaps:
             return before_s + load_s + probe_s + rows_s
         return before_s + (max(load_s, probe_s) + rows_s if probe_rows else max(load_s, rows_s))
 
@@ -147,11 +147,10 @@ class MeasuredCosts:
         self,
         lm: LanguageModel,
         store: KVStore,
-        passes: PrefillRunner | None = None,
-        transfers: TransferOpener | None = None,
+        passes: PrefillRunner,
+        transfers: TransferOpener,
     ) -> None:
-        self._lm, self._store, self._transfers = lm, store, transfers or TransferOpener(lm)
-        self._passes = passes or PrefillRunner(lm)
+        self._lm, self._store, self._passes, self._transfers = lm, store, passes, transfers
         self._costs: Costs | None = None
         self._recorded = False
         self.overhead_s = 0.0
@@ -176,8 +175,10 @@ class MeasuredCosts:
                 if not self._costs.load_s:
                     measure = partial(measure_loading, self._lm, self._store, self._transfers)
                     times = call_with_timeout(limit_s, measure) or LoadTimes(0.0, 0.0)
-                    aside = self._transfers.open() is not None
-                    self._costs = replace(self._costs, load_s=times.far_s, near_load_s=times.near_s, loads_aside=aside)
+                    overlaps = self._transfers.open() is not None
+                    self._costs = replace(
+                        self._costs, load_s=times.far_s, near_load_s=times.near_s, loading_overlaps=overlaps
+                    )
                     if path is not None and self._costs.load_s:
                         save_costs(self._costs, path)
                         self._costs = read_costs(path) or self._costs  # another process may have saved its own first
@@ -185,7 +186,7 @@ class MeasuredCosts:
 
 
 @torch.inference_mode()
-def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None) -> Costs:
+def measure_passes(lm: LanguageModel, passes: PrefillRunner) -> Costs:
     """Time a few prefills.
 
     Args:
@@ -197,7 +198,7 @@ def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None) -> Co
     prefill_once(lm, small)  # a process's first pass pays for one-time setup
 
     def seconds(size: int) -> float:
-        return min(timed(lm.device, partial(prefill_once, lm, size)) for _ in range(SAMPLES))
+        return fastest_s(lm.device, partial(prefill_once, lm, size), SAMPLES)
 
     small_s, medium_s = seconds(small), seconds(medium)
     large_s = seconds(large) if large > medium else medium_s
@@ -210,13 +211,12 @@ def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None) -> Co
             attended_key_s = min(max(0.0, 2 * curvature), row_s / large)
             row_s -= attended_key_s / 2 * (large + medium)
     recorded_pass_s = None
-    if passes is not None:
-        run, replayed = _PartialPrefill(lm, passes), passes.replayed
-        partial_s = run.seconds(small, small + 1) if passes.refusal is None else 0.0
-        if passes.replayed > replayed:  # otherwise other requests used the recorded passes all the time
-            recorded_pass_s = max(0.0, partial_s - small * row_s)
-        if attended_key_s:
-            sparse_attended_key_s = run.attended_key_s(medium, longest)
+    run, replayed = _PartialPrefill(lm, passes), passes.replayed
+    partial_s = run.seconds(small, small + 1) if passes.refusal is None else 0.0
+    if passes.replayed > replayed:  # otherwise other requests used the recorded passes all the time
+        recorded_pass_s = max(0.0, partial_s - small * row_s)
+    if attended_key_s:
+        sparse_attended_key_s = run.attended_key_s(medium, longest)
     pass_s = max(0.0, small_s - small * row_s)
     return Costs(
         pass_s,
@@ -250,7 +250,7 @@ class _PartialPrefill:
         for tensor in (*buffer.keys, *buffer.values):
             tensor.zero_()
         finish(lm.device)
-        return min(timed(lm.device, partial(self.passes.forward_rows, ids, plan, buffer)) for _ in range(SAMPLES))
+        return fastest_s(lm.device, partial(self.passes.forward_rows, ids, plan, buffer), SAMPLES)
 
     def attended_key_s(self, few: int, many: int) -> float:
         """Return the seconds of each key that a row attends to, from passes behind few keys and behind many.
@@ -299,14 +299,14 @@ def costs_path(lm: LanguageModel, store: KVStore, recorded: bool = False) -> Pat
 
 
 def read_costs(path: Path) -> Costs | None:
-    """Read a file of `save_costs`; None if it does not exist, is damaged, or lacks what is measured now."""
+    """Read a file of `save_costs`; None if it does not exist, is damaged, or lacks a cost."""
     try:
         data = json.loads(read_text(path))
         recorded_pass_s = data.get("recorded_pass_s")
         names = ("pass_s", "row_s", "load_s", "near_load_s", "attended_key_s", "sparse_attended_key_s")
         numbers = {name: float(data[name]) for name in names}
         recorded_pass_s = None if recorded_pass_s is None else float(recorded_pass_s)
-        return Costs(**numbers, recorded_pass_s=recorded_pass_s, loads_aside=bool(data["loads_aside"]))
+        return Costs(**numbers, recorded_pass_s=recorded_pass_s, loading_overlaps=bool(data["loading_overlaps"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 

@@ -1,7 +1,7 @@
 """Copy tensors to the device that computes, and wait for it: CPUs, CUDA, and Apple's GPUs (`mps`).
 
 A copy from ordinary memory to a CUDA device may be left to the device: torch keeps the source until then. On Apple's
-GPUs torch does not: memory that is freed meanwhile, as that of a temporary tensor, is copied as what it holds later
+GPUs torch does not keep it: a temporary tensor may be freed and its memory overwritten before the copy reads it
 (pytorch/pytorch#189690). So the host waits there. Nothing else differs: Apple's GPUs run the code of CPUs, without
 kernels, recorded passes and page-locked memory, all of which ask for CUDA.
 """
@@ -44,3 +44,8 @@ def timed(device: torch.device, work: Callable[[], object]) -> float:
     work()
     finish(device)
     return time.perf_counter() - started
+
+
+def fastest_s(device: torch.device, work: Callable[[], object], samples: int) -> float:
+    """Return the seconds of the fastest of several runs; other work disturbs it least."""
+    return min(timed(device, work) for _ in range(samples))

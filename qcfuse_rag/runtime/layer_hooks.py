@@ -51,14 +51,7 @@ class LayerHook(Protocol):
 
 @runtime_checkable
 class AttentionHook(LayerHook, Protocol):
-    """A hook that also observes the pass's attention and reports which tokens it recomputed.
-
-    Attributes:
-        chosen: `[S]` int64 ascending, the reused tokens that count as recomputed, whatever layer they ended in; None
-            for those computed in the last layer.
-    """
-
-    chosen: Tensor | None
+    """A hook that also observes the pass's attention."""
 
     def on_attention(
         self,
@@ -78,6 +71,18 @@ class AttentionHook(LayerHook, Protocol):
             params: how the layer computes scores.
         """
         ...
+
+
+@runtime_checkable
+class ChoosingHook(LayerHook, Protocol):
+    """A hook that reports which tokens it recomputed.
+
+    Attributes:
+        chosen: `[S]` int64 ascending, the reused tokens that count as recomputed, whatever layer they ended in; None
+            for the tokens computed in the last layer.
+    """
+
+    chosen: Tensor | None
 
 
 @dataclass(slots=True, eq=False)
@@ -147,8 +152,8 @@ class HookedPass:
 
     @property
     def chosen(self) -> Tensor:
-        """`[S]` int64 ascending, the rows that count as recomputed: the hook's choice, else those of the last layer."""
-        chosen = self._hook.chosen if isinstance(self._hook, AttentionHook) else None
+        """`[S]` int64 ascending, the rows that count as recomputed: the hook's choice, else the last layer's rows."""
+        chosen = self._hook.chosen if isinstance(self._hook, ChoosingHook) else None
         return self.plan.rows if chosen is None else chosen
 
     def _with_rows(self, rows: Tensor) -> RowsPlan:

@@ -1,9 +1,9 @@
-"""Spread what recomputing changes: tokens that are not recomputed move with the recomputed tokens of their passage.
+"""Spread residuals: correct the keys and values of passage tokens that are not recomputed, from those that are.
 
 The residual of a recomputed token, fresh minus stored, has a part that other tokens of its passage share, more so the
 nearer they are. Their residuals are estimated from the known ones as by a Gaussian process over positions, separately
 for each layer and for keys and values, before any row attends to them. AgentKVShift (arXiv 2607.21604) adds the mean of
-the known residuals. A mean of few is mostly noise, which the process weighs against what is shared.
+the known residuals. A mean of few residuals is mostly noise. The process weighs the noise against the shared part.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ResidualKernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidualSpread:
-    """Which tokens of a prompt are recomputed, and which move with them; on a CPU.
+    """The recomputed tokens of a prompt, and the tokens that are corrected from them; on a CPU.
 
     Attributes:
         kernel: estimates residuals.
@@ -66,10 +66,10 @@ class ResidualSpread:
     selected: Tensor
 
     def in_pass(self, plan: RowsPlan) -> PassResiduals | None:
-        """Return what the rows of a pass spread; None if they spread nothing.
+        """Return the residuals that the rows of a pass spread; None if they spread none.
 
-        If the rows are computed in several passes, each token moves once: in the first pass that recomputes a later
-        token of its passage, or else in the last pass that recomputes any.
+        If the rows are computed in several passes, each token is corrected once: in the first pass that recomputes a
+        later token of its passage, or else in the last pass that recomputes any.
         """
         first_row, last_row = int(plan.rows[0]), int(plan.rows[-1])
         groups: list[ResidualGroup] = []
@@ -82,14 +82,14 @@ class ResidualSpread:
             first = int(earlier[-1]) + 1 if len(earlier) else start
             targets = torch.arange(first, int(sources[-1]) + 1 if len(later) else stop)
             weights = self.kernel.weights(targets, sources)
-            weights[torch.isin(targets, sources)] = 0  # what is recomputed stays
+            weights[torch.isin(targets, sources)] = 0  # recomputed tokens are not corrected
             groups.append(ResidualGroup(first, sources, weights))
         return PassResiduals(self.ropes, groups) if groups else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidualGroup:
-    """Neighbouring tokens of a passage that move with some of its recomputed tokens.
+    """Neighbouring tokens of a passage that are corrected from some of its recomputed tokens.
 
     Attributes:
         first: position of the first token.
@@ -116,7 +116,7 @@ class PassResiduals:
         self.sources = torch.cat([group.sources for group in self.groups])
 
     def before_write(self, layer: int, keys: Tensor, values: Tensor) -> Callable[[], None]:
-        """Note the stored keys and values of the tokens that are recomputed; return what moves the others afterwards.
+        """Note the stored keys and values of the recomputed tokens; return the function that corrects the others later.
 
         Args:
             layer: the layer.
@@ -134,21 +134,21 @@ class PassResiduals:
             rotates = side is keys and rope.inv_freq is not None
             if rotates:
                 residuals = rotate(residuals, *self._back(rope), interleaved=rope.interleaved)
-            moved = self._estimates(residuals, start, stop)
+            corrections = self._estimates(residuals, start, stop)
             if rotates:
                 angle = angles_from(self._forward, rope, start, stop, side.device)
-                moved = rotate(moved, *angle, interleaved=rope.interleaved)
-            side[:, :, start:stop] += moved
+                corrections = rotate(corrections, *angle, interleaved=rope.interleaved)
+            side[:, :, start:stop] += corrections
 
     def _estimates(self, residuals: Tensor, start: int, stop: int) -> Tensor:
-        """Return `[1, Hkv, stop - start, D]`, the estimated residuals; 0 where nothing moves."""
-        moved = residuals.new_zeros(*residuals.shape[:2], stop - start, residuals.shape[3])
+        """Return `[1, Hkv, stop - start, D]`, the estimated residuals; 0 where nothing is corrected."""
+        estimates = residuals.new_zeros(*residuals.shape[:2], stop - start, residuals.shape[3])
         done = 0
         for group in self.groups:
             count, first = len(group.sources), group.first - start
-            moved[:, :, first : first + len(group.weights)] = group.weights @ residuals[:, :, done : done + count]
+            estimates[:, :, first : first + len(group.weights)] = group.weights @ residuals[:, :, done : done + count]
             done += count
-        return moved
+        return estimates
 
     def _back(self, rope: LayerRope) -> tuple[Tensor, Tensor]:
         """Return the angles that take the rotation of the recomputed tokens' keys back."""

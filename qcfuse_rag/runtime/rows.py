@@ -1,13 +1,13 @@
 """Rows: the token positions that a forward pass computes, over a buffer with the keys and values of all others.
 
-Full prefill computes all rows, naive reuse those of the question, a decode step one row. The whole engine rests on this
+Full prefill computes all rows, naive reuse the question's rows, a decode step one row. The whole engine rests on this
 idea; see docs/reference/architecture.md.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from qcfuse_rag.runtime.device import to_device
+
+MAX_CACHED_MASK_BYTES = 4 << 20
+"""Largest additive mask of a block that is kept for later layers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,12 +47,54 @@ class ReaderBias:
         return None if exact >= self.last else replace(self, first=exact)
 
 
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Neighbouring rows that share one attention call, and the keys that call needs.
+
+    Attributes:
+        start, stop: the rows' range within the plan.
+        first_key, last_key: range of key positions (or of indices into the visible keys) that the rows may see.
+        mask: `[stop - start, last_key - first_key]` bool, True where a row sees a key; None if every row sees every
+            key of the range, or if `causal` is True.
+        causal: True if the rows are the last positions of the range and each sees the keys up to its own position.
+    """
+
+    start: int
+    stop: int
+    first_key: int
+    last_key: int
+    mask: Tensor | None
+    causal: bool
+    _additive: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, compare=False)
+
+    def additive(self, dtype: torch.dtype, groups: int) -> Tensor:
+        """Return the block's mask in the form of fused kernels: 0 where a row sees a key, else minus infinity.
+
+        Torch would convert a boolean mask in every layer. The result is cached for later layers unless it is large.
+
+        Args:
+            dtype: of the result.
+            groups: how often the mask is repeated: number of query heads that share a key.
+
+        Returns:
+            `[groups * (stop - start), last_key - first_key]`.
+        """
+        assert self.mask is not None
+        if (dtype, groups) in self._additive:
+            return self._additive[dtype, groups]
+        additive = torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device)
+        additive = additive.masked_fill_(~self.mask, float("-inf")).repeat(groups, 1)
+        if additive.nbytes <= MAX_CACHED_MASK_BYTES:
+            self._additive[dtype, groups] = additive
+        return additive
+
+
 @dataclass(slots=True, eq=False)
 class RowsPlan:
     """The rows that one forward pass computes, and the keys they may see.
 
     A row at position p sees the keys at positions <= p. In a layer with a sliding window of W tokens, it sees only
-    those at positions > p - W.
+    the keys at positions > p - W.
 
     Attributes:
         rows: `[R]` int64, ascending positions.
@@ -60,7 +105,7 @@ class RowsPlan:
         windows: per layer the sliding window in tokens or None, for models that do not pass it to attention.
         on_host: the rows on the CPU, or None if the host does not know them. Reading `rows` waits for the device.
         reader_bias: correction of the attention that rows behind the passages pay to them, or None.
-        derived: values that attention computes once from the plan and shares between layers, by a key.
+        row_blocks: the blocks that layers share, by `visible_key` and sliding window; see `attention.row_blocks`.
     """
 
     rows: Tensor
@@ -70,7 +115,7 @@ class RowsPlan:
     windows: Sequence[int | None] | None = None
     on_host: Tensor | None = None
     reader_bias: ReaderBias | None = None
-    derived: dict[Hashable, Any] = field(default_factory=dict)
+    row_blocks: dict[tuple[int, int | None], list[RowBlock]] = field(default_factory=dict)
     _visible_on_device: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -81,6 +126,7 @@ class RowsPlan:
         *,
         device: torch.device | None = None,
         visible: Sequence[Tensor | None] | None = None,
+        observe: Observer | None = None,
     ) -> RowsPlan:
         """Plan a pass over `rows`, ascending and not empty.
 
@@ -89,10 +135,11 @@ class RowsPlan:
             windows: see the attributes.
             device: the device of the pass; None for the device of `rows`.
             visible: see the attributes.
+            observe: see the attributes.
         """
         on_device = rows if device is None else to_device(rows, device)
         host = rows if rows.device.type == "cpu" else None
-        return cls(on_device, int(rows[-1]) + 1, visible, None, windows, host)
+        return cls(on_device, int(rows[-1]) + 1, visible, observe, windows, host)
 
     @classmethod
     def between(

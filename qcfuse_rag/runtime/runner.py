@@ -36,7 +36,7 @@ class ModelRunner:
         load_limit_s: most seconds that a request waits for the store in total; chunks that have not arrived by then
             are computed. None sets no limit.
         overlap: load the stored layers while passes compute; False loads all of them before the first pass.
-        spare_bytes: most bytes of unused host memory to keep for the buffers of later requests; 0 turns the pool off.
+        max_spare_bytes: most bytes of unused host memory to keep for the buffers of later requests; 0 turns the pool off.
 
     Attributes:
         prefills: computes rows of a prompt.
@@ -59,7 +59,7 @@ class ModelRunner:
         *,
         load_limit_s: float | None = LOAD_LIMIT_S,
         overlap: bool = True,
-        spare_bytes: int = SPARE_BYTES,
+        max_spare_bytes: int = SPARE_BYTES,
     ) -> None:
         if load_limit_s is not None and load_limit_s <= 0:
             raise ValueError(f"the most seconds to wait for a store must be positive or None, got {load_limit_s}")
@@ -71,7 +71,7 @@ class ModelRunner:
         self.transfers = TransferOpener(lm)
         self.costs = MeasuredCosts(lm, store, self.prefills, self.transfers)
         self.step_costs = MeasuredStepCosts(lm, self.prefills, self.decodes)
-        self.pool = BufferPool(spare_bytes) if spare_bytes else None
+        self.pool = BufferPool(max_spare_bytes) if max_spare_bytes else None
         self.free_memory: Callable[[], None] | None = None
         kernels_available(lm.device, lm.dtype, lm.widest_head)
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.device import timed
+from qcfuse_rag.runtime.device import fastest_s
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -121,7 +121,7 @@ class MeasuredStepCosts:
 
         def seconds(work: Callable[[], object]) -> float:
             work()  # pays for one-time setup
-            return min(timed(lm.device, work) for _ in range(samples))
+            return fastest_s(lm.device, work, samples)
 
         step_s = seconds(lambda: self._decodes([0], [length - 1], [buffer]))
         few_s, many_s = (seconds(partial(self._step_beside, rows, length, buffer)) for rows in (few, many))

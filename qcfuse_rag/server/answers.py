@@ -28,48 +28,53 @@ from qcfuse_rag.server.protocol.json_body import JsonBodies
 LOG = logging.getLogger(__name__)
 
 
-def add_answer_routes(app: FastAPI, backend: Backend, *, bodies: JsonBodies, most: int) -> None:
+def add_answer_routes(app: FastAPI, backend: Backend, *, bodies: JsonBodies, max_documents: int) -> None:
     """Add the two routes to an application.
 
     Args:
         app: the application.
         backend: answers.
         bodies: reads and checks bodies.
-        most: documents of one request.
+        max_documents: of one request.
     """
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        asked = await bodies.read(request, ChatRequest)
-        count = len(asked.given_documents or ())
-        if count > most:
-            return error_response(400, f"{count} documents, and at most {most} are allowed")
-        return await respond(request, asked, ChatFormat())
+        chat_request = await bodies.read(request, ChatRequest)
+        count = len(chat_request.given_documents or ())
+        if count > max_documents:
+            return error_response(400, f"{count} documents, and at most {max_documents} are allowed")
+        return await respond(request, chat_request, ChatFormat())
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await respond(request, await bodies.read(request, CompletionRequest), CompletionFormat())
+        completion_request = await bodies.read(request, CompletionRequest)
+        return await respond(request, completion_request, CompletionFormat())
 
-    async def respond(request: Request, asked: GenerationRequest, form: AnswerFormat) -> Response:
-        if asked.model and asked.model != backend.name:
-            return error_response(404, f"no model {asked.model!r} here; there is {backend.name!r}")
+    async def respond(request: Request, generation_request: GenerationRequest, answer_format: AnswerFormat) -> Response:
+        if generation_request.model and generation_request.model != backend.name:
+            return error_response(404, f"no model {generation_request.model!r} here; there is {backend.name!r}")
         try:
-            await to_thread.run_sync(asked.refuse_unsupported, limiter=bodies.threads)
+            await to_thread.run_sync(generation_request.refuse_unsupported, limiter=bodies.threads)
         except QCFuseError as error:
             return error_response(400, str(error))
-        events = backend.answer(asked)
+        events = backend.answer(generation_request)
         first = await wait_for_event(events, request)
         if first is None:
             return Response(status_code=CLIENT_CLOSED)
         if first.error is not None:
             await events.aclose()
             return error_response(first.status, first.error)
-        header = {"id": f"{form.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": backend.name}
-        if asked.stream:
-            usage = asked.stream_options is not None and asked.stream_options.include_usage
-            stream = event_stream(first, events, form, header, usage=usage)
+        header = {
+            "id": f"{answer_format.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": backend.name,
+        }
+        if generation_request.stream:
+            usage = generation_request.stream_options is not None and generation_request.stream_options.include_usage
+            stream = event_stream(first, events, answer_format, header, usage=usage)
             return StreamingResponse(stream, media_type="text/event-stream")
-        return await json_response(first, events, form, header, request)
+        return await json_response(first, events, answer_format, header, request)
 
 
 async def wait_for_event(events: AsyncGenerator[Event, None], request: Request) -> Event | None:
@@ -88,7 +93,11 @@ async def wait_for_event(events: AsyncGenerator[Event, None], request: Request) 
 
 
 async def json_response(
-    first: Event, events: AsyncGenerator[Event, None], form: AnswerFormat, header: dict[str, Any], request: Request
+    first: Event,
+    events: AsyncGenerator[Event, None],
+    answer_format: AnswerFormat,
+    header: dict[str, Any],
+    request: Request,
 ) -> Response:
     """Collect all events and return the answers as one JSON body; cancel them if the client disconnects."""
     answers, last = [[first]], first
@@ -110,8 +119,8 @@ async def json_response(
                 return Response(status_code=CLIENT_CLOSED)
     finally:
         await events.aclose()
-    choices = [form.whole(answer) for answer in answers]
-    body = {"object": form.kind, **header, "choices": choices, "usage": last.usage, "fusion": last.report}
+    choices = [answer_format.whole(answer) for answer in answers]
+    body = {"object": answer_format.kind, **header, "choices": choices, "usage": last.usage, "fusion": last.report}
     extra = {"documents": first.documents, "explanation": last.explanation}
     body |= {name: value for name, value in extra.items() if value is not None}
     return JSONResponse(body) if last.logprobs is None else await long_json_response(body)
@@ -120,7 +129,7 @@ async def json_response(
 async def event_stream(
     first: Event,
     events: AsyncGenerator[Event, None],
-    form: AnswerFormat,
+    answer_format: AnswerFormat,
     header: dict[str, Any],
     *,
     usage: bool,
@@ -130,19 +139,19 @@ async def event_stream(
     Args:
         first: the first event.
         events: the next ones.
-        form: what pieces look like.
+        answer_format: what pieces look like.
         header: fields of every piece.
         usage: end with the usage of the request and the report; the field is null before that.
     """
     no_usage = {"usage": None} if usage else {}
 
     def chunk(choices: list[dict[str, Any]], **fields: Any) -> str:
-        body = {"object": form.chunk_kind, **header, "choices": choices, **no_usage, **fields}
+        body = {"object": answer_format.chunk_kind, **header, "choices": choices, **no_usage, **fields}
         return f"data: {json.dumps(body)}\n\n"
 
     try:
         retrieved: dict[str, Any] = {} if first.documents is None else {"documents": first.documents}
-        for choice in form.pieces(first):
+        for choice in answer_format.pieces(first):
             yield chunk([choice], **retrieved)
             retrieved = {}
         event = first
@@ -150,7 +159,7 @@ async def event_stream(
             if event.error is not None:
                 yield f"data: {json.dumps(error_body(event.status, event.error))}\n\n"
                 return
-            for choice in form.pieces(event):
+            for choice in answer_format.pieces(event):
                 yield chunk([choice])
         if usage:
             yield chunk([], usage=event.usage, fusion=event.report)

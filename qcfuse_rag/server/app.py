@@ -112,7 +112,7 @@ def make_app(
         async def exposition() -> Response:
             return Response(metrics(), media_type="text/plain; version=0.0.4")
 
-    add_document_routes(app, library, read_body=bodies.read, most=limits.documents)
-    add_answer_routes(app, backend, bodies=bodies, most=limits.documents)
+    add_document_routes(app, library, read_body=bodies.read, max_documents=limits.documents)
+    add_answer_routes(app, backend, bodies=bodies, max_documents=limits.documents)
     add_embedding_route(app, library, bodies=bodies)
     return app

@@ -19,7 +19,10 @@ PUBLIC_PATHS = ("/healthz",)
 """Paths without authentication; they reveal nothing about the model or the store."""
 
 SINGLE_HEADERS = (b"authorization", b"host", b"content-length", b"content-type")
-"""Headers that decide whether a request is admitted; a proxy in front might go by another one of several."""
+"""Headers that decide whether a request is admitted.
+
+If such a header is repeated, a proxy may read another copy than this server.
+"""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Host names of the local machine. By DNS rebinding, a web page in a browser can point any other name here as well."""

@@ -80,7 +80,7 @@ class EngineBackend:
         max_requests: most requests at a time, waiting ones included; further requests get 429. None sets no limit here.
         library: retrieves passages for requests that ask for that; None refuses them.
         retrieve: whether to retrieve for requests without documents, too, unless the client has put some into messages.
-        keep: warms passages that requests had and the store had not; None keeps none.
+        idle_warming: warms passages that requests had and the store had not; None warms none.
     """
 
     def __init__(  # noqa: PLR0913 keyword arguments with defaults
@@ -93,12 +93,12 @@ class EngineBackend:
         max_requests: int | None = None,
         library: ServedLibrary | None = None,
         retrieve: bool = False,
-        keep: IdleWarming | None = None,
+        idle_warming: IdleWarming | None = None,
     ) -> None:
         self.name, self._handle = name, handle
         self._most_tokens, self._fidelity = most_tokens, fidelity
         self._max_requests, self._running = max_requests, 0
-        self._library, self._retrieve, self._keep = library, retrieve, keep
+        self._library, self._retrieve, self._idle_warming = library, retrieve, idle_warming
         self._preparers = ThreadPoolExecutor(MAX_PREPARING, thread_name_prefix="qcfuse-prepare")
 
     def ready(self) -> str | None:
@@ -165,7 +165,7 @@ class EngineBackend:
     async def _answers(
         self, request: GenerationRequest, started: list[RequestHandle]
     ) -> AsyncGenerator[RequestHandle, None]:
-        """Yield the answers in order, those to the same prompt behind one another.
+        """Yield the answers in order, those to the same prompt one after another.
 
         The further answers to a prompt begin when the first has been read to its end: the engine then has the prompt's
         keys and values in its cache of prefixes, and decodes these answers together.
@@ -190,9 +190,9 @@ class EngineBackend:
     ) -> Event:
         """Return the last event of a request with the usage of all answers, and the report of the first one."""
         report = redact_report(generations[0].report)
-        if self._keep is not None:
+        if self._idle_warming is not None:
             unknown = _unknown_passages(request, first.prompt, report, passages)
-            self._keep.add(await asyncio.to_thread(list, unknown))  # a long prompt may have thousands of parts
+            self._idle_warming.add(await asyncio.to_thread(list, unknown))  # a long prompt may have thousands of parts
         return replace(
             last,
             usage=total_usage(generations, request.answer_count),
@@ -246,7 +246,7 @@ class EngineBackend:
         passages.texts = request.given_documents
         passages.sources = [CLIENTS] * len(passages.texts or ())
         asks = any(message.role == "user" for message in request.messages)
-        retrieves = self._retrieve and asks and request.documents is None and not request.marked_passages
+        retrieves = self._retrieve and asks and request.documents is None and not request.delimited_passages
         if request.documents != "library" and not retrieves:
             return
         if self._library is None:
@@ -294,14 +294,14 @@ class EngineBackend:
     def close(self) -> None:
         """Finish the current answers, then release the engine."""
         self._preparers.shutdown(cancel_futures=True)
-        if self._keep is not None:
-            self._keep.close()
+        if self._idle_warming is not None:
+            self._idle_warming.close()
         self._handle.scheduler.close(drain=True)
         self._handle.close()
 
 
 def next_seed(seed: int | None, number: int) -> int | None:
-    """Return the seed so many places behind one, in 64 bits with a sign; None if there is none."""
+    """Return the seed `number` places after `seed`, in 64 bits with a sign; None if there is none."""
     return None if seed is None else (seed + number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -318,7 +318,7 @@ def _unknown_passages(
     if passages.texts is None and isinstance(request, ChatRequest):
         # A text that consists of known passages is no passage: clients send whole files, with other whitespace.
         known = [" ".join(span.segment.text.split()) for span in prompt.chunks]
-        for text in request.marked_passages:
+        for text in request.delimited_passages:
             words = " ".join(text.split())
             if 2 * sum(len(part) for part in known if part in words) < len(words):
                 yield text, CLIENTS

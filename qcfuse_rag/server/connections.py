@@ -16,7 +16,7 @@ DISCONNECT_POLL_S = 0.2
 """Seconds between two checks whether a waiting client is still connected."""
 
 CLIENT_CLOSED = 499
-"""The status, read by nobody, of a response to a client that has gone."""
+"""Status of the response after the client has disconnected. Nobody receives it."""
 
 
 async def wait_while_connected(work: asyncio.Future[T], request: Request) -> bool:
@@ -31,8 +31,8 @@ async def wait_while_connected(work: asyncio.Future[T], request: Request) -> boo
 async def long_json_response(body: dict[str, Any]) -> Response:
     """Return a response with a body of many numbers, encoded in a thread.
 
-    The encoder in C, which `json.dumps` takes, holds Python's lock until it is done; no health check is answered
-    meanwhile. The one in Python lets other threads run.
+    `json.dumps` uses the C encoder, which holds the GIL until the end, so `/healthz` cannot answer. The Python encoder
+    lets other threads run.
     """
     encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     content = await to_thread.run_sync(lambda: "".join(encoder.iterencode(body)).encode())

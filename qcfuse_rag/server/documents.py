@@ -42,14 +42,16 @@ ReadBody = Callable[[Request, type[AddRequest]], Awaitable[AddRequest]]
 """Reads the body of a request as JSON of a type; raises an HTTP error if it is something else."""
 
 
-def add_document_routes(app: FastAPI, library: ServedLibrary | None, *, read_body: ReadBody, most: int) -> None:
+def add_document_routes(
+    app: FastAPI, library: ServedLibrary | None, *, read_body: ReadBody, max_documents: int
+) -> None:
     """Add the routes to an application.
 
     Args:
         app: the application.
         library: clients may list its documents, and change them if it is editable; None refuses every request.
         read_body: reads and checks bodies.
-        most: documents of one request.
+        max_documents: of one request.
     """
     jobs = CapacityLimiter(1)
     refusal = "clients may not change documents here; start the server with --editable over a library to let them"
@@ -66,8 +68,8 @@ def add_document_routes(app: FastAPI, library: ServedLibrary | None, *, read_bod
         if library is None or not library.editable:
             return error_response(403, refusal)
         body = await read_body(request, AddRequest)
-        if len(body.documents) > most:
-            return error_response(400, f"{len(body.documents)} documents, and at most {most} are allowed")
+        if len(body.documents) > max_documents:
+            return error_response(400, f"{len(body.documents)} documents, and at most {max_documents} are allowed")
         [(name, count)] = Counter(document.source for document in body.documents).most_common(1)
         if count > 1:
             return error_response(400, f"{count} documents are named {name!r}; each needs a name of its own")

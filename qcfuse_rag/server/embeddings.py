@@ -87,17 +87,18 @@ def add_embedding_route(app: FastAPI, library: ServedLibrary | None, *, bodies: 
 
     @app.post("/v1/embeddings")
     async def embed(request: Request) -> Response:
-        asked = await bodies.read(request, EmbeddingsRequest)
+        embeddings_request = await bodies.read(request, EmbeddingsRequest)
         if library is None:
             return error_response(404, NO_MODEL)
-        if asked.model and asked.model != library.index.embedder:
-            return error_response(404, f"no embedding model {asked.model!r} here; there is {library.index.embedder!r}")
+        wanted, model = embeddings_request.model, library.index.embedder
+        if wanted and wanted != model:
+            return error_response(404, f"no embedding model {wanted!r} here; there is {model!r}")
         try:
-            texts = asked.texts
+            texts = embeddings_request.texts
         except QCFuseError as error:
             return error_response(400, str(error))
         gone = threading.Event()
-        work = partial(embedded, library, texts, asked.encoding_format, gone.is_set)
+        work = partial(embedded, library, texts, embeddings_request.encoding_format, gone.is_set)
         job = asyncio.ensure_future(to_thread.run_sync(work, limiter=jobs))
         try:
             if not await wait_while_connected(job, request):

@@ -1,7 +1,7 @@
 """The playground: a page for browsers at `/`, which uses the API as any other client does.
 
-The page and its files are the same on every server, so they are served without a token; what the page shows it asks the
-API for, with the token that its user types. A strict content security policy and trusted types keep texts of documents
+The page and its files are the same on every server, so they are served without a token. The page gets its content from
+the API, with the token that the user types. A strict content security policy and trusted types keep texts of documents
 and answers from being run as HTML or scripts.
 
 https://www.w3.org/TR/CSP3/

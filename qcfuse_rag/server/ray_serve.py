@@ -36,7 +36,6 @@ from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES
 from qcfuse_rag.generation.sampling import Fidelity
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.server.app import make_app
-from qcfuse_rag.server.auth_middleware import RequestLimits
 from qcfuse_rag.server.backend import EngineBackend
 from qcfuse_rag.server.playground import add_playground
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
@@ -47,6 +46,9 @@ from qcfuse_rag.server.routing import CacheAffinity
 from qcfuse_rag.store.factory import open_store
 
 MAX_ATTEMPTS = 4
+DRAIN_S = 60.0
+"""Seconds for a stopping replica to finish its answers."""
+
 REPLICA_LOST = (
     RayActorError,
     NodeDiedError,
@@ -68,7 +70,6 @@ class EngineDeployment:
         method: decides what to reuse and what to recompute.
         template: the wording of prompts; None for the default.
         token: that clients send; None admits every client.
-        limits: of requests.
         hosts: allowed host names if there is no token, see `AuthMiddleware`; None allows any.
         most_tokens: length limit of an answer.
         fidelity: of requests that name none.
@@ -76,8 +77,6 @@ class EngineDeployment:
         max_ongoing: most requests at a time in a replica.
         max_queued: most requests that wait for a replica; further requests get 429.
         autoscaling: Ray Serve's autoscaling options, such as `{"min_replicas": 1, "max_replicas": 8}`.
-        drain_s: seconds for a stopping replica to finish its answers.
-        load_limit_s: see `FusionEngine`.
         prefix_bytes: of each replica, see `FusionEngine`; 0 keeps no finished requests.
     """
 
@@ -86,7 +85,6 @@ class EngineDeployment:
     method: Method | None = None
     template: PromptTemplate | None = None
     token: str | None = field(default=None, repr=False)
-    limits: RequestLimits = field(default_factory=RequestLimits)
     hosts: tuple[str, ...] | None = None
     most_tokens: int = 4096
     fidelity: Fidelity = "fast"
@@ -94,8 +92,6 @@ class EngineDeployment:
     max_ongoing: int = 16
     max_queued: int = 64
     autoscaling: Mapping[str, Any] | None = None
-    drain_s: float = 60.0
-    load_limit_s: float | None = 30.0
     prefix_bytes: int = PREFIX_BYTES
 
     def application(self) -> serve.Application:
@@ -111,7 +107,7 @@ class EngineDeployment:
             ray_actor_options=self.replica.resources(),
             max_ongoing_requests=self.max_ongoing,
             max_queued_requests=self.max_queued,
-            graceful_shutdown_timeout_s=self.drain_s,
+            graceful_shutdown_timeout_s=DRAIN_S,
             request_router_config=RequestRouterConfig(request_router_class=CacheAffinityRouter),
             **scaling,
         )
@@ -120,7 +116,7 @@ class EngineDeployment:
             name="ingress",
             ray_actor_options={"num_cpus": 0.1},
             max_ongoing_requests=10_000,
-            graceful_shutdown_timeout_s=self.drain_s,
+            graceful_shutdown_timeout_s=DRAIN_S,
         )
         return ingress.bind(self, engines.bind(replace(self, token=None)))
 
@@ -139,7 +135,6 @@ class EngineReplica:
             dtype=replica.dtype,
             weights=replica.weights,
             verdict="ignore",
-            load_limit_s=deployment.load_limit_s,
             compiled=False,
             prefix_bytes=deployment.prefix_bytes,
         )
@@ -202,7 +197,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application; Ray calls this in the process that runs it."""
         deployment = self._deployment
-        app = make_app(self._backend, token=deployment.token, limits=deployment.limits, hosts=deployment.hosts)
+        app = make_app(self._backend, token=deployment.token, hosts=deployment.hosts)
         if deployment.playground:
             add_playground(app)
         return app

@@ -1,10 +1,10 @@
 """Predict which replicas have a request's passages in memory.
 
-A replica holds the passages of its recent requests, so passages that are retrieved together gather where one of them
-went first. A passage without requests so far has two home replicas by rendezvous hashing (Thaler & Ravishankar 1998),
-the same ones in every routing process; a replica that joins or leaves moves only the passages it gets or had. The two
-best replicas are candidates, and the less busy one answers. This is cache affinity with the power of two choices, as in
-DualMap; a popular passage has two homes instead of one.
+A replica holds the passages of its recent requests, so passages that are retrieved together are cached on one replica.
+A passage without requests so far has two home replicas by rendezvous hashing (Thaler & Ravishankar 1998), the same ones
+in every routing process; a replica that joins or leaves moves only the passages it gets or had. The two best replicas
+are candidates, and the less busy one answers. This is cache affinity with the power of two choices, as in DualMap; a
+popular passage has two homes instead of one.
 """
 
 from __future__ import annotations

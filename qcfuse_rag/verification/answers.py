@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.generation.detokenizer import Detokenizer
 from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answers
 from qcfuse_rag.monitoring.divergence import AnswerDivergence, compare_answers
+from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
 
 GreedyAnswer = tuple[tuple[int, ...], Tensor]
@@ -27,6 +29,12 @@ class ComparedAnswer:
 
     divergence: AnswerDivergence
     ids: tuple[int, ...] | None
+
+
+def answer_text(lm: LanguageModel, ids: Sequence[int]) -> str:
+    """Return the text of an answer's tokens as streaming would give it, without surrounding white space."""
+    detokenizer = Detokenizer(lm.tokenizer.backend_tokenizer, ())
+    return ("".join(detokenizer.push(token) for token in ids) + detokenizer.flush()).strip()
 
 
 def compare_greedy_answers(
@@ -49,8 +57,8 @@ def compare_greedy_answers(
         decode: whether to decode answers that differ.
     """
     divergences = [
-        compare_answers(logits, answer_logits(runner, each, ids).to(logits.device))
-        for (ids, logits), each in zip(full, prefilled, strict=True)
+        compare_answers(logits, answer_logits(runner, prompt, ids).to(logits.device))
+        for (ids, logits), prompt in zip(full, prefilled, strict=True)
     ]
     answers: list[tuple[int, ...] | None] = [
         ids if divergence.identical else None for (ids, _), divergence in zip(full, divergences, strict=True)

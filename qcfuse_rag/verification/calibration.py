@@ -1,4 +1,6 @@
-"""Fit a calibration: the bias of each head that gives passages the attention they get over full prefill's caches.
+"""Fit a calibration: one bias per head.
+
+With it, passages in a fused cache get the attention that they get under full prefill.
 
 The same rows, a question and full prefill's greedy answer, are computed over full prefill's caches and over fused ones.
 In each layer and head, the share of a row's attention on the passages is `m`. Adding `b` to the scores on the passages
@@ -23,7 +25,7 @@ from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.store.key import hash_ids
 
 LEAST_SHARE = 1e-6
-"""Attention shares nearer to 0 or 1 are taken for this near, so that their log-odds are finite."""
+"""Attention shares are kept at least this far from 0 and 1, so that their log-odds are finite."""
 
 DECIMALS = 4
 """Decimals of a bias that are kept; a ten-thousandth changes no answer and keeps the file small."""

@@ -45,7 +45,10 @@ def ruler_cases(engine: FusionEngine, task: str, size: int, tokens: int, texts: 
     Numbers are hidden in `texts`, by default the demonstration's.
     """
     examples = ruler_examples(engine, task, size, tokens, list(texts) or list(corpus().values()))
-    return [Case(each.question, each.passages, min(each.max_new_tokens, 64), each.answers) for each in examples]
+    return [
+        Case(example.question, example.passages, min(example.max_new_tokens, 64), example.answers)
+        for example in examples
+    ]
 
 
 def ruler_examples(
@@ -142,8 +145,9 @@ def answer_checks(comparisons: Mapping[str, Sequence[Comparison]], limits: Verif
     """
     everything = [comparison.divergence for group in comparisons.values() for comparison in group]
     answers = f"full prefill's answers to {len(everything)} prompts"
-    kl, top1 = fmean(each.mean_kl for each in everything), fmean(each.top1 for each in everything)
-    identical = fmean(each.identical for each in everything)
+    kl = fmean(divergence.mean_kl for divergence in everything)
+    top1 = fmean(divergence.top1 for divergence in everything)
+    identical = fmean(divergence.identical for divergence in everything)
     return [
         Check("kl", kl, limits.kl, False, f"divergence along {answers}, nats a token"),
         Check("top-1", top1, limits.agreement, True, f"share of the tokens of {answers} that are predicted"),
@@ -155,7 +159,7 @@ def answer_checks(comparisons: Mapping[str, Sequence[Comparison]], limits: Verif
 def _loss_check(kind: str, group: Sequence[Comparison], limit: float) -> Check:
     full = fmean(comparison.full_score for comparison in group)
     fused = fmean(comparison.score for comparison in group)
-    detail = f"share of answers lost: full prefill finds {full:.0%}, fused {fused:.0%} of {len(group)} prompts'"
+    detail = f"hidden answers found in {len(group)} prompts: full prefill {full:.0%}, fused {fused:.0%}"
     if not full:
         detail += "; the model cannot solve this task at all, so the check says nothing about the method"
     return Check(kind, max(0.0, full - fused), limit, False, detail)

@@ -15,7 +15,7 @@ from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.teacher_forcing import greedy_answers
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.verification.answers import GreedyAnswer, compare_greedy_answers
+from qcfuse_rag.verification.answers import GreedyAnswer, answer_text, compare_greedy_answers
 from qcfuse_rag.verification.calibration import fit_calibration, passage_odds
 from qcfuse_rag.verification.checks import Case, Comparison, string_match
 
@@ -144,5 +144,4 @@ class ReferenceAnswers:
     def _score(self, case: Case, ids: Sequence[int]) -> float:
         if not case.expected:
             return 0.0
-        text = self._engine.lm.tokenizer.decode(ids, skip_special_tokens=True)
-        return string_match(text, case.expected, needs_all=True)
+        return string_match(answer_text(self._engine.lm, ids), case.expected, needs_all=True)

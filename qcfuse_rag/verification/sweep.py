@@ -56,7 +56,10 @@ def candidates(method: Method, ratios: Sequence[float]) -> list[Candidate]:
         methods = [replace(method, budget=FixedRatio(ratio)) for ratio in sorted(set(ratios))]
     else:
         methods = [method]
-    return [(f"ratio {each.ratio:g}" if each.ratio is not None else "its own ratio", each) for each in methods]
+    return [
+        (f"ratio {candidate.ratio:g}" if candidate.ratio is not None else "its own ratio", candidate)
+        for candidate in methods
+    ]
 
 
 def verify(
@@ -79,7 +82,7 @@ def verify(
         method: the method.
         texts: the user's passages; by default the demonstration's.
         settings: prompts, ratios and limits.
-        progress: called with the number of prefilled prompts, and the number if every candidate is tried.
+        progress: called with the number of prompts prefilled so far, and the largest number that may be prefilled.
 
     Raises:
         QCFuseError: if the hidden texts do not fit the prompts.
@@ -155,7 +158,10 @@ def _can_calibrate(lm: LanguageModel, method: Method) -> bool:
 
 
 def _can_move(lm: LanguageModel, method: Method) -> bool:
-    """Return whether to try a method with residuals, see `runtime.residuals`: not if it has them or recomputes none."""
+    """Return whether to try a method with residuals, see `runtime.residuals`.
+
+    A method that has residuals already, or recomputes no token, is not.
+    """
     return method.residuals is None and method.ratio != 0 and _can_correct(lm, method)
 
 

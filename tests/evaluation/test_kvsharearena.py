@@ -124,8 +124,8 @@ def test_word_f1_is_the_arenas() -> None:
 
 
 def test_the_gap_recovered_is_of_means() -> None:
-    floor, full = [0.0, 0.25, 0.0, 0.25], [1.0, 0.75, 1.0, 0.75]  # means 0.125 and 0.875
-    result = gap_recovered([0.5, 0.0, 1.0, 0.5], floor, full)
+    without_passages, full = [0.0, 0.25, 0.0, 0.25], [1.0, 0.75, 1.0, 0.75]  # means 0.125 and 0.875
+    result = gap_recovered([0.5, 0.0, 1.0, 0.5], without_passages, full)
     assert result["pgr"] == pytest.approx((0.5 - 0.125) / 0.75)
     assert result["pgr_undefined"] == 0
     same_everywhere = gap_recovered([0.5] * 4, [0.25] * 4, [1.25] * 4)
@@ -163,8 +163,10 @@ def test_the_summary_compares_with_the_first_method_and_divides_sums_by_sums() -
         for label, base, ratio in [("no passages", None, None), *keys]
         for i in range(2)
     ]
-    floor, full, reuse, auto = summarize(records, keys)
-    assert [line["pgr"] for line in (floor, full, reuse, auto)] == pytest.approx([0, 1, 0.25 / 0.75, 0.45 / 0.75])
+    without_passages, full, reuse, auto = summarize(records, keys)
+    assert [line["pgr"] for line in (without_passages, full, reuse, auto)] == pytest.approx(
+        [0, 1, 0.25 / 0.75, 0.45 / 0.75]
+    )
     assert (reuse["minus_reference"]["mean"], auto["minus_reference"]["mean"]) == pytest.approx((0, 0.2))
     assert (auto["recomputed"], auto["work"]) == pytest.approx((10 / 200, 0.25))
     assert (auto["time_of_full"], auto["in_full"], auto["n"], auto["answer_tokens"]) == (0.375, 1, 2, 3)
@@ -188,8 +190,8 @@ def test_every_side_answers_every_question_that_is_short_enough(checkout: Checko
         (name, side) for name in ("q1", "q2") for side in sides
     )
     assert [line["method"] for line in result["summary"]] == sides
-    floor, full, reuse, fused = result["summary"]
-    assert (floor["recomputed"], full["recomputed"], reuse["recomputed"]) == (None, 1.0, 0.0)
+    without_passages, full, reuse, fused = result["summary"]
+    assert (without_passages["recomputed"], full["recomputed"], reuse["recomputed"]) == (None, 1.0, 0.0)
     # Half of the passages' tokens, of the exact first one none: q1 has two passages, q2 one.
     assert 0 < fused["recomputed"] < 0.5
     assert reuse["work"] < fused["work"] < full["work"] == 1

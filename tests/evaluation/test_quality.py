@@ -16,14 +16,15 @@ from rich.console import Console
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.evaluation.quality.configurations import FLOOR, configurations
+from qcfuse_rag.evaluation.quality.configurations import NO_PASSAGES, configurations
 from qcfuse_rag.evaluation.quality.measure import on_methods
 from qcfuse_rag.evaluation.quality.offline import prepare
-from qcfuse_rag.evaluation.quality.run import PendingQuestion, answer, answer_text, gold_nll
+from qcfuse_rag.evaluation.quality.run import PendingQuestion, answer, gold_nll
 from qcfuse_rag.evaluation.quality.tables import terminal_tables
 from qcfuse_rag.evaluation.studies.compare import compare
 from qcfuse_rag.generation.stop_criteria import end_tokens
 from qcfuse_rag.store.prefill_base import BASES
+from qcfuse_rag.verification.answers import answer_text
 from qcfuse_rag.verification.samples import Example
 from tests.support import seams
 from tests.support.cli import Run
@@ -91,14 +92,14 @@ def test_every_answer_is_that_of_the_users_own_path(tokenizer: Any) -> None:
     lm = LanguageModel.wrap(build_model("gemma2-softcap"), tokenizer, name="gemma2")
     engine = make_engine(lm, MemoryStore())
     full, *methods = configurations(["reuse", "random", "qcfuse"], [0.2, 0.6], ["blind", "framed"])
-    chosen = [full, FLOOR, *methods]
+    chosen = [full, NO_PASSAGES, *methods]
     prepare(engine, chosen, PASSAGES)
-    prompt, floor = engine.prompt(QUESTION, PASSAGES), engine.prompt(QUESTION)
+    prompt, without_passages = engine.prompt(QUESTION, PASSAGES), engine.prompt(QUESTION)
     example = Example(QUESTION, tuple(PASSAGES), ("school",), id="0", dataset="d", max_new_tokens=8)
-    records = list(answer(engine, PendingQuestion(example, prompt, floor, (40, 50, 60), ""), chosen))
+    records = list(answer(engine, PendingQuestion(example, prompt, without_passages, (40, 50, 60), ""), chosen))
     exact = engine.generate(prompt, SamplingParams(max_new_tokens=8), method=FULL)
     for configuration, record in zip(chosen, records, strict=True):
-        seen = floor if configuration is FLOOR else prompt
+        seen = without_passages if configuration is NO_PASSAGES else prompt
         alone = engine.generate(seen, SamplingParams(max_new_tokens=8), method=configuration.method)
         assert record["answer"] == alone.text.strip(), configuration.key
         assert record["identical"] == (alone.ids == exact.ids)

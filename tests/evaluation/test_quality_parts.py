@@ -194,13 +194,13 @@ def test_differences_are_paired_by_question() -> None:
     assert full["zero_share"] == 0.1
 
 
-def floor(name: str, f1: float, **more: object) -> dict[str, Any]:
+def without_passages(name: str, f1: float, **more: object) -> dict[str, Any]:
     return record("no passages", name, f1, base=None, ratio=None, **more)
 
 
 def test_what_a_method_recovers_is_its_share_of_full_prefills_gain() -> None:
     records = [record("full", str(i), f1=0.8, match=0.5) for i in range(4)]
-    records += [floor(str(i), f1=0.4, match=0.5) for i in range(4)]
+    records += [without_passages(str(i), f1=0.4, match=0.5) for i in range(4)]
     records += [record("qcfuse", str(i), f1=f1, match=0.5) for i, f1 in enumerate((0.8, 0.7, 0.6, 0.3))]
     full, bottom, qcfuse = (line["recovered"] for line in summarize(records))
     assert full["mean"] == full["low"] == full["high"] == pytest.approx(1)
@@ -210,13 +210,20 @@ def test_what_a_method_recovers_is_its_share_of_full_prefills_gain() -> None:
     arena = gap_recovered([0.8, 0.7, 0.6, 0.3], [0.4] * 4, [0.8] * 4)
     assert qcfuse == {"mean": arena["pgr"], "low": arena["pgr_low"], "high": arena["pgr_high"]}
     ruler = summarize([{**line, "dataset": "ruler_mv"} for line in records])
-    assert [line["recovered"] for line in ruler] == [None] * 3, "by match, full prefill finds no more than the floor"
+    assert [line["recovered"] for line in ruler] == [None] * 3, (
+        "by match, full prefill finds no more than without passages"
+    )
     close = summarize([{**line, "f1": line["f1"] / 1000} for line in records])
     assert [line["recovered"] for line in close] == [None] * 3, "a gap of 0.0004 is none"
 
 
 def test_what_is_recovered_has_no_interval_where_full_prefill_may_gain_nothing() -> None:
-    records = [record("full", "0", f1=1.0), record("full", "1", f1=0.0), floor("0", f1=0.0), floor("1", f1=0.9)]
+    records = [
+        record("full", "0", f1=1.0),
+        record("full", "1", f1=0.0),
+        without_passages("0", f1=0.0),
+        without_passages("1", f1=0.9),
+    ]
     line = summarize([*records, record("reuse", "0", f1=0.5), record("reuse", "1", f1=0.5)])[-1]
     assert line["recovered"] == {"mean": pytest.approx(0.5 / 0.5 * 0.1 / 0.1), "low": None, "high": None}
     assert "%" in row(line)["recovered"]

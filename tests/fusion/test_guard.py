@@ -20,6 +20,8 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.costs import Costs, costs_path, measure_passes, read_costs
+from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
+from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
 from qcfuse_rag.runtime.loading.load_time import measure_loading
 from qcfuse_rag.store.backends.base import EntryInfo, Miss
 from qcfuse_rag.store.chunk import ChunkKV
@@ -183,7 +185,7 @@ def test_costs_are_measured_once_and_hold_for_the_engines_life(engine: FusionEng
 def test_loading_is_measured_when_there_is_something_to_load(llama: LanguageModel) -> None:
     engine = make_engine(llama, MemoryStore())
     assert engine.runner.costs().load_s == 0.0
-    assert measure_loading(llama, engine.store) is None
+    assert measure_loading(llama, engine.store, TransferOpener(llama)) is None
     engine.warm(PASSAGES, bases=(FRAMED,))
     assert engine.runner.costs().load_s > 0
 
@@ -199,7 +201,7 @@ def test_loading_is_measured_over_what_is_stored_blind_if_there_is_nothing_else(
 
 def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seams.passes_take(monkeypatch, lambda rows: 0.5 + 0.002 * rows)
-    costs = measure_passes(llama)
+    costs = measure_passes(llama, PrefillRunner(llama))
     assert (costs.pass_s, costs.row_s) == (pytest.approx(0.5), pytest.approx(0.002))
     assert costs.full_pass_s(0) == 0
     assert costs.full_pass_s(1000) == pytest.approx(2.5)
@@ -214,11 +216,13 @@ def test_on_a_gpu_full_prefill_also_takes_a_time_for_every_key(
     """Attention is most of the time of a long prompt."""
     seams.timed_sizes(monkeypatch, {"cpu": (16, 64, 128, 256)})
     seams.passes_take(monkeypatch, lambda rows: 0.5 + 0.002 * rows + 1e-6 * rows**2)
-    costs = measure_passes(llama)
+    costs = measure_passes(llama, PrefillRunner(llama))
     assert (costs.row_s, costs.attended_key_s) == (pytest.approx(0.002), pytest.approx(2e-6))
     assert costs.full_pass_s(2000) == pytest.approx(0.5 + 4 + 4, rel=0.01)
     seams.passes_take(monkeypatch, lambda rows: 0.5 + 0.002 * rows - 1e-6 * rows**2)
-    assert measure_passes(llama).attended_key_s == 0, "a disturbed measurement does not make long prompts free"
+    assert measure_passes(llama, PrefillRunner(llama)).attended_key_s == 0, (
+        "a disturbed measurement does not make long prompts free"
+    )
 
 
 def test_some_rows_of_a_long_prompt_take_a_time_for_every_key() -> None:
@@ -241,7 +245,7 @@ def test_all_rows_attend_to_what_an_earlier_request_has_computed() -> None:
 
 @pytest.mark.parametrize("aside", [False, True])
 def test_tokens_on_disk_are_copied_to_memory_before_anything_is_computed(aside: bool) -> None:
-    costs = Costs(pass_s=0.1, row_s=1e-4, load_s=5e-5, near_load_s=1e-6, loads_aside=aside)
+    costs = Costs(pass_s=0.1, row_s=1e-4, load_s=5e-5, near_load_s=1e-6, loading_overlaps=aside)
     near = replace(LONG, near_tokens=LONG.stored_tokens)
     copied_s = predict_fused_s(replace(near, near_tokens=950), costs) - predict_fused_s(near, costs)
     assert copied_s == pytest.approx(1000 * 4.9e-5)
@@ -264,7 +268,7 @@ def test_loading_beside_passes_is_not_added_to_their_time() -> None:
     ahead = PrefillEstimate(1000, stored_tokens=900, selected_tokens=90, probe_rows=32, probe_share=1.0)
     loading, probe, rows = 0.45, 0.01 + 0.032, 0.01 + 0.19
     assert predict_fused_s(ahead, costs) == pytest.approx(loading + probe + rows)
-    beside = replace(costs, loads_aside=True)
+    beside = replace(costs, loading_overlaps=True)
     assert predict_fused_s(ahead, beside) == pytest.approx(loading + rows)
     assert predict_fused_s(ahead, replace(beside, load_s=1e-6)) == pytest.approx(probe + rows)
     assert predict_fused_s(replace(ahead, probe_rows=0), beside) == pytest.approx(loading)
@@ -276,7 +280,7 @@ def test_loading_beside_passes_is_not_added_to_their_time() -> None:
 @pytest.mark.parametrize("probe_rows", [0, 32])
 def test_overhead_is_added_to_fused_prefills_alone(probe_rows: int, aside: bool) -> None:
     """So a prompt that takes a small model no longer than the host's work is computed in full."""
-    costs = Costs(pass_s=0.01, row_s=1e-5, load_s=1e-6, recorded_pass_s=0.001, loads_aside=aside)
+    costs = Costs(pass_s=0.01, row_s=1e-5, load_s=1e-6, recorded_pass_s=0.001, loading_overlaps=aside)
     ahead = PrefillEstimate(1000, stored_tokens=900, selected_tokens=45, probe_rows=probe_rows, probe_share=1.0)
     slower = replace(costs, overhead_s=0.02)
     assert predict_fused_s(ahead, slower) == pytest.approx(predict_fused_s(ahead, costs) + 0.02)
@@ -310,13 +314,13 @@ def test_loading_is_timed_from_disk_and_from_memory(
     monkeypatch.setattr(MemoryStore, "copy_of", lambda store, chunk: (copied.append(chunk), copy_of(store, chunk))[1])
     with DiskStore(tmp_path) as far:
         make_engine(llama, far).warm(PASSAGES, bases=(FRAMED,))
-        alone = measure_loading(llama, far)
+        alone = measure_loading(llama, far, TransferOpener(llama))
         assert alone is not None
         assert alone.far_s == alone.near_s > 0
         store = TieredStore(MemoryStore(), far)
         for _ in range(2):
             opened.clear(), copied.clear()
-            found = measure_loading(llama, store)
+            found = measure_loading(llama, store, TransferOpener(llama))
             assert found is not None
             assert found.far_s > found.near_s > 0
             assert set(opened) == {far.kind}
@@ -391,7 +395,7 @@ def test_a_damaged_passage_is_left_out_of_the_timing(llama: LanguageModel) -> No
 
     store = Damaged()
     make_engine(llama, store).warm(PASSAGES, bases=(FRAMED,))
-    assert measure_loading(llama, store) is not None
+    assert measure_loading(llama, store, TransferOpener(llama)) is not None
 
 
 def test_a_margin_must_be_above_zero() -> None:
@@ -426,7 +430,7 @@ class Unlisted(MemoryStore):
 def test_a_store_that_cannot_be_listed_costs_no_answer(llama: LanguageModel) -> None:
     engine = FusionEngine(llama, Unlisted(), method=guarded())
     engine.warm(PASSAGES, bases=(FRAMED,))
-    assert measure_loading(llama, engine.store) is None
+    assert measure_loading(llama, engine.store, TransferOpener(llama)) is None
     assert engine.runner.costs().load_s == 0, "nothing could be timed"
     prompt = engine.prompt(QUESTION, PASSAGES)
     done = engine.prefill(prompt)

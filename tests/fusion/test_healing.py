@@ -83,7 +83,7 @@ class TestEveryFamily:
         prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=len(answer))
         healing = Healing(engine.runner, prefilled, attended)
         count = 0
-        while count == 0 or not healing.is_through(answer[:count]):
+        while count == 0 or not healing.prefix_is_exact(answer[:count]):
             count += 1
             logits = healing.step(answer[:count], rows)
         ids = prompt.ids + answer[:count]
@@ -110,7 +110,7 @@ def test_a_step_that_heals_gives_the_logits_after_its_own_row(engine: FusionEngi
 def test_a_single_row_is_enough_per_pass_of_its_own(engine: FusionEngine, prompt: Prompt) -> None:
     prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=len(ANSWER))
     healing = Healing(engine.runner, prefilled)
-    while not healing.is_through(ANSWER):
+    while not healing.prefix_is_exact(ANSWER):
         healing.advance(ANSWER, 1)
     assert distance(engine.lm, prefilled, (prompt.ids + ANSWER)[:-1]) < TOLERANCE
     assert healing.verified(ANSWER) is not None
@@ -169,15 +169,15 @@ class TestAttendedTokens:
         changed = [bool((old != new).any()) for old, new in zip(stale, prefilled.buffer.values, strict=True)]
         assert any(changed)
         assert healing.healed == before, "none of them is exact"
-        while not healing.is_through(ANSWER):
+        while not healing.prefix_is_exact(ANSWER):
             healing.advance(ANSWER, 8)
         assert distance(engine.lm, prefilled, (prompt.ids + ANSWER)[:-1]) < TOLERANCE
 
 
 def _step(engine: FusionEngine, prefilled: Prefilled, attended: AttendedTokens, answer: tuple[int, ...]) -> None:
     """Compute the row of the answer's last token, observed, beside a row of the prompt."""
-    plan = RowsPlan.of(torch.tensor([0, len(prefilled.prompt) + len(answer) - 1]), engine.lm.sliding)
-    plan.observe = attended.observe
+    rows = torch.tensor([0, len(prefilled.prompt) + len(answer) - 1])
+    plan = RowsPlan.of(rows, engine.lm.sliding, observe=attended.observe)
     ids = torch.tensor([prefilled.prompt.ids[0], answer[-1]])
     engine.runner.prefills.forward_rows(ids, plan, prefilled.buffer)
 
@@ -273,7 +273,7 @@ def test_a_prompt_computed_anew_is_exact(engine: FusionEngine, prompt: Prompt) -
     logits = healing.restart()
     expected, _ = plain_forward(engine.lm, prompt.ids)
     assert float((logits - expected[-1]).abs().max()) < TOLERANCE
-    assert healing.is_through([])
+    assert healing.prefix_is_exact([])
     assert healing.verified([int(expected[-1].argmax())]) == 1
 
 

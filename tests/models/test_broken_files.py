@@ -98,5 +98,5 @@ def test_a_model_that_would_be_built_for_hours_is_refused_at_once(folder: Path, 
     path = folder / "config.json"
     changed = {"num_hidden_layers": count} if field == "text_config" else count
     path.write_text(json.dumps({**json.loads(path.read_text()), field: changed}))
-    with pytest.raises(UnsupportedModel, match=r"asks for .* by .*; at most 10,000 are built"):
+    with pytest.raises(UnsupportedModel, match=r"sets .* to .*; the limit is 10,000"):
         load_model(str(folder), device="cpu")

@@ -205,7 +205,7 @@ def test_a_wrapped_model_still_works_on_its_own(tokenizer: PreTrainedTokenizerFa
 
 def test_a_tokenizer_of_another_model_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     words = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
-    with pytest.raises(UnsupportedModel, match="they are not of one model"):
+    with pytest.raises(UnsupportedModel, match="they belong to different models"):
         LanguageModel.wrap(build_model("llama", vocab_size=words - 1), tokenizer)
 
 

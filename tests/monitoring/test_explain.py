@@ -30,7 +30,7 @@ def words(page: str) -> str:
     return " ".join(unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL)).split())
 
 
-def test_every_token_is_shown_with_its_fate(engine: FusionEngine) -> None:
+def test_every_token_is_shown_with_its_outcome(engine: FusionEngine) -> None:
     engine.warm(PASSAGES[:2], bases=(BLIND,))
     prompt = engine.prompt("Is 1 < 2 & why?", PASSAGES)
     report = engine.prefill(prompt, method=make_method("qcfuse", ratio=0.3)).report
@@ -136,7 +136,7 @@ def test_stages_and_the_probes_shares_are_drawn(engine: FusionEngine) -> None:
     widths = [float(width) for width in re.findall(r'class="\w+" style="width:([\d.]+)%"', page)]
     assert len(widths) == 4
     assert sum(widths) == pytest.approx(100, abs=0.1)
-    shares = [float(width) / 6 for width in re.findall(r'class="heat" style="width:([\d.]+)rem"', page)]
+    shares = [float(width) / 6 for width in re.findall(r'class="score-bar" style="width:([\d.]+)rem"', page)]
     assert len(shares) == 3
     assert sum(shares) == pytest.approx(1, abs=0.01)
 
@@ -155,4 +155,8 @@ def test_a_browser_shows_it(engine: FusionEngine, tmp_path: Path) -> None:
     )
     with Image.open(shot) as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24) or []}
-    assert {(0xFF, 0xD5, 0x4A), (0x8A, 0x4A, 0x12), (0xB3, 0x26, 0x1E)} <= colours  # recomputed, its stage, heat
+    assert {
+        (0xFF, 0xD5, 0x4A),
+        (0x8A, 0x4A, 0x12),
+        (0xB3, 0x26, 0x1E),
+    } <= colours  # recomputed, its stage, score bar

@@ -83,10 +83,10 @@ async def test_200_requests_with_a_replica_killed_lose_none_that_had_not_begun(d
         before[0].kill()
         outcomes = await asyncio.gather(*asked)
     assert len(before) == 2
-    fates = Counter(fate for fate, _ in outcomes)
+    statuses = Counter(fate for fate, _ in outcomes)
     print(statuses)
-    assert set(statuses) <= {"200", "lost midway"}, fates
-    assert fates["200"] >= 190
+    assert set(statuses) <= {"200", "lost midway"}, statuses
+    assert statuses["200"] >= 190
     for number, (fate, text) in enumerate(outcomes):
         if fate == "lost midway":
             assert number % 2 == 0, "an answer that is not streamed begins anew"

@@ -61,4 +61,4 @@ def test_steps_with_one_wrong_layer_are_not(halved: LanguageModel, spoil: Callab
     view.model.layers[20].self_attn._modules["o_proj"] = wrong
     steps = DecodeRunner(halved, AgainAndAgain(), lambda model: [view])
     steps.compile(requests=(1,))
-    assert "are off by" in str(steps.refusal)
+    assert "differs from the original by" in str(steps.refusal)

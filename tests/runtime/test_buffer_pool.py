@@ -42,7 +42,7 @@ def test_a_view_of_a_view_keeps_its_memory() -> None:
 
 
 def test_spare_memory_is_bounded_and_the_oldest_block_is_freed() -> None:
-    pool = BufferPool(spare_bytes=4 * MIB)
+    pool = BufferPool(max_spare_bytes=4 * MIB)
     tensors = [pool.allocate(MIB) for _ in range(8)]
     last = tensors[-1].data_ptr()
     while tensors:

@@ -17,7 +17,7 @@ from qcfuse_rag.server import idle_warming
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
 from qcfuse_rag.server.idle_warming import IdleWarming
-from qcfuse_rag.server.protocol.client_passages import marked_passages
+from qcfuse_rag.server.protocol.client_passages import delimited_passages
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.library import stored
@@ -31,7 +31,7 @@ CONTEXT = (
 )
 """A file that a user has attached, as Open WebUI puts it into the user's message."""
 
-MARKED = {
+DELIMITED = {
     "Open WebUI": 'Cite with <source id="1">).\n<context>\n<source id="1" name="harbour.md">{}</source>\n</context>\n',
     "AnythingLLM": "Answer.\nContext:\n[CONTEXT 0]:\n{}\n[END CONTEXT 0]\n\n",
     "LibreChat": "<context>\n  <contextItem>\n    <![CDATA[{}]]>\n  </contextItem>\n</context>\n",
@@ -100,7 +100,7 @@ async def keeping(
     engine = make_engine(lm, MemoryStore(), prefix_bytes=0)
     handle = EngineHandle.wrap(engine)
     keep = IdleWarming(handle)
-    backend = EngineBackend(handle, "tiny", keep=keep)
+    backend = EngineBackend(handle, "tiny", idle_warming=keep)
     async with client(make_app(backend)) as http:
         yield http, engine, keep
     backend.close()
@@ -112,14 +112,14 @@ async def chunk_hits(http: httpx.AsyncClient, content: str) -> list[bool]:
     return [lookup["hit"] for lookup in lookups if lookup["role"] == "chunk"]
 
 
-@pytest.mark.parametrize("mark", MARKED.values(), ids=list(MARKED))
+@pytest.mark.parametrize("delimited", DELIMITED.values(), ids=list(DELIMITED))
 async def test_what_a_client_has_retrieved_itself_is_warm_the_next_time(
-    mark: str, keeping: tuple[httpx.AsyncClient, FusionEngine, IdleWarming]
+    delimited: str, keeping: tuple[httpx.AsyncClient, FusionEngine, IdleWarming]
 ) -> None:
     """The question around the passage is not kept."""
     http, engine, keep = keeping
     for turn in range(2):
-        assert await chunk_hits(http, mark.format(PASSAGES[0]) + QUESTION) == [True] * turn
+        assert await chunk_hits(http, delimited.format(PASSAGES[0]) + QUESTION) == [True] * turn
         await until(lambda: keep.warmed == 1)
     await asyncio.sleep(0.1)
     assert keep.warmed == 1
@@ -138,15 +138,15 @@ async def test_a_file_of_warmed_passages_is_not_kept_as_a_whole(
     assert len([*engine.store.entries()]) == before
 
 
-def test_marks_are_found_in_time_that_grows_with_the_text() -> None:
-    assert marked_passages("<source id='1'>" * 3 + "one</source><source id='2'> two </source>") == ["one", "two"]
-    assert marked_passages("<source id='1'></source> </source> [CONTEXT 1]:\n") == []
-    marks = ("<source ", "<source id='1'>", "[CONTEXT 1]:\n", "<![CDATA[", "</source>", "\n[END CONTEXT ", "]]>")
-    for mark in marks:
-        text = mark * (4_000_000 // len(mark))
+def test_delimiters_are_found_in_time_that_grows_with_the_text() -> None:
+    assert delimited_passages("<source id='1'>" * 3 + "one</source><source id='2'> two </source>") == ["one", "two"]
+    assert delimited_passages("<source id='1'></source> </source> [CONTEXT 1]:\n") == []
+    delimiters = ("<source ", "<source id='1'>", "[CONTEXT 1]:\n", "<![CDATA[", "</source>", "\n[END CONTEXT ", "]]>")
+    for delimiter in delimiters:
+        text = delimiter * (4_000_000 // len(delimiter))
         began = time.perf_counter()
-        assert marked_passages(text) == []
-        assert time.perf_counter() - began < 5, mark
+        assert delimited_passages(text) == []
+        assert time.perf_counter() - began < 5, delimiter
 
 
 async def test_documents_are_given_beside_a_history_that_has_some(http: httpx.AsyncClient) -> None:

@@ -364,7 +364,7 @@ def keep(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
 async def test_what_clients_send_and_the_store_lacks_is_warm_the_next_time(
     engine: FusionEngine, keep: tuple[IdleWarming, EngineHandle]
 ) -> None:
-    backend = EngineBackend(keep[1], "tiny", keep=keep[0])
+    backend = EngineBackend(keep[1], "tiny", idle_warming=keep[0])
     async with client(make_app(backend)) as http:
         first = (await ask(http, documents=[HARBOUR])).json()
         assert "absent" in first["fusion"]["fallback"]

@@ -129,7 +129,7 @@ def opened(browser: Any, address: str, **settings: Any) -> Iterator[Page]:
 def page(browser: Any, address: str) -> Iterator[Page]:
     with opened(browser, address) as page:
         page.get_by_text("3 documents").wait_for()
-        page.get_by_label("at most").fill("12")
+        page.get_by_label("Token limit").fill("12")
         yield page
 
 
@@ -139,7 +139,7 @@ def guarded_page(browser: Any, guarded_address: str) -> Iterator[Page]:
         page.locator("#token").fill(TOKEN)
         page.locator("#token").press("Enter")
         page.get_by_text("3 documents").wait_for()
-        page.get_by_label("at most").fill("12")
+        page.get_by_label("Token limit").fill("12")
         yield page
 
 
@@ -191,7 +191,7 @@ def test_recomputed_tokens_are_shaded(page: Page) -> None:
 
 
 def test_full_prefill_answers_in_a_column_with_a_clock_of_its_own(page: Page) -> None:
-    page.get_by_label("beside full prefill").check()
+    page.get_by_label("Compare with full prefill").check()
     sent: list[dict[str, Any]] = []
     page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
     turn = ask(page)
@@ -208,7 +208,7 @@ def test_full_prefill_answers_in_a_column_with_a_clock_of_its_own(page: Page) ->
 
 
 def test_a_comparison_says_what_full_prefill_took_from_earlier_requests(guarded_page: Page) -> None:
-    guarded_page.get_by_label("beside full prefill").check()
+    guarded_page.get_by_label("Compare with full prefill").check()
     for _ in range(2):
         turn = ask(guarded_page)
         guarded_page.get_by_text("New conversation").click()
@@ -220,7 +220,7 @@ def test_a_comparison_says_what_full_prefill_took_from_earlier_requests(guarded_
 
 def test_keys_do_everything(page: Page) -> None:
     """Ask by Enter, begin a line by Shift+Enter, stop by Escape, open the passages and read on by Tab."""
-    page.get_by_label("at most").fill("1000")
+    page.get_by_label("Token limit").fill("1000")
     page.locator("#question").focus()
     page.keyboard.type("One line")
     page.keyboard.press("Shift+Enter")
@@ -233,7 +233,7 @@ def test_keys_do_everything(page: Page) -> None:
     turn.get_by_text("Stopped after").wait_for()
     assert page.locator("#question").evaluate("element => element === document.activeElement")
     page.get_by_text("New conversation").click()
-    page.get_by_label("at most").fill("4")
+    page.get_by_label("Token limit").fill("4")
     turn = ask(page)
     turn.locator(".explanation > summary").focus()
     page.keyboard.press("Space")
@@ -321,8 +321,8 @@ def test_texts_are_never_html(page: Page) -> None:
 def test_all_text_is_readable_and_fits(browser: Any, address: str, scheme: str, width: int) -> None:
     with opened(browser, address, color_scheme=scheme, viewport={"width": width, "height": 800}) as page:
         page.get_by_text("3 documents").wait_for()
-        page.get_by_label("at most").fill("12")
-        page.get_by_label("beside full prefill").check()
+        page.get_by_label("Token limit").fill("12")
+        page.get_by_label("Compare with full prefill").check()
         turn = ask(page)
         open_passages(turn)
         page.get_by_text("Paste text").click()

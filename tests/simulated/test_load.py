@@ -116,7 +116,7 @@ def test_loading_is_timed_by_the_path_that_requests_take(
     launched = device.launched["place"]
     costs = engine.runner.costs()
     assert costs.load_s > 0
-    assert costs.loads_aside
+    assert costs.loading_overlaps
     assert device.launched["place"] > launched
 
 

@@ -48,7 +48,7 @@ measured_passes = _seam("qcfuse_rag.runtime.costs.measure_passes")
 measured_loading = _seam("qcfuse_rag.runtime.costs.measure_loading")
 timed_sizes = _seam("qcfuse_rag.runtime.costs.SIZES")
 timed_pass = _seam("qcfuse_rag.runtime.costs.prefill_once")
-timer = _seam("qcfuse_rag.runtime.costs.timed")
+fastest_run = _seam("qcfuse_rag.runtime.costs.fastest_s")
 costs_have_kernels = _seam("qcfuse_rag.runtime.costs.kernels_available")
 costs_of_attention = _seam("qcfuse_rag.runtime.costs.dense_attention_name")
 reference_least_rows = _seam("qcfuse_rag.runtime.reference_attention.MIN_ROWS")
@@ -121,10 +121,10 @@ def passes_take(patch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> N
     """Have measured passes take a time that follows from their rows, and compute nothing."""
     rows: list[int] = []
 
-    def timed(lm: object, work: Callable[[], object]) -> float:
+    def fastest_s(device: object, work: Callable[[], object], samples: int) -> float:
         rows.clear()
         work()
         return seconds(rows[0]) if rows else 1e-6
 
     timed_pass(patch, lambda lm, tokens: rows.append(tokens))
-    timer(patch, timed)
+    fastest_run(patch, fastest_s)

@@ -270,7 +270,7 @@ def test_every_prompt_counts_the_same_however_long_its_answer() -> None:
         "multi-hop": 0.0,
     }
     assert {name for name, check in checks.items() if not check.passed} == {"kl", "top-1"}
-    assert "full prefill finds 100%, fused 75% of 2 prompts'" in checks["needle"].detail
+    assert "hidden answers found in 2 prompts: full prefill 100%, fused 75%" in checks["needle"].detail
 
 
 def test_a_task_that_full_prefill_cannot_solve_is_said_to_prove_nothing() -> None:

@@ -20,7 +20,6 @@ from langchain_qcfuse.messages import answer_chunk, answer_message, documents_in
 from langchain_qcfuse.settings import (
     ANSWER_SETTINGS,
     CALL_SETTINGS,
-    or_default,
     response_format_of,
     without_service_settings,
 )
@@ -28,7 +27,6 @@ from langchain_qcfuse.structured import bind_json_schema, bind_schema_tool
 from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams, WarmSummary
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.integrations import (
-    SAMPLING_SETTINGS,
     AnswerRequest,
     EngineHandle,
     EngineSettings,
@@ -260,16 +258,12 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         warn_unused(kwargs, CALL_SETTINGS)
         documents: Sequence[Document] | None = kwargs.get("documents")
         template_kwargs: dict[str, Any] | None = kwargs.get("chat_template_kwargs")
-        stop_strings = stop or self.stop or ()
         response_format = response_format_of(kwargs)
-        sampling = SamplingParams(
-            max_new_tokens=or_default(kwargs.get("max_tokens"), self.max_tokens),
-            temperature=or_default(kwargs.get("temperature"), self.temperature),
-            **{name: or_default(kwargs.get(name), getattr(self, name)) for name in SAMPLING_SETTINGS},
-            stop=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
-            seed=or_default(kwargs.get("seed"), self.seed),
-            fidelity=or_default(kwargs.get("fidelity"), self.fidelity),
-            logprobs=self.top_count(kwargs),
+        limit = kwargs.get("max_tokens")
+        sampling = self.sampling_params(
+            kwargs,
+            max_new_tokens=self.max_tokens if limit is None else limit,
+            stop=stop or self.stop or (),
         )
         if not messages:
             raise ValueError("there is nothing to answer: give at least one message")

@@ -9,11 +9,8 @@ from qcfuse_rag.integrations import LOAD_SETTINGS, SAMPLING_SETTINGS, ResponseFo
 SERVICE_SETTINGS = ("api_key", "base_url", "timeout", "max_retries", "streaming")
 CALL_SETTINGS = (
     "max_tokens",
-    "temperature",
     *SAMPLING_SETTINGS,
-    "seed",
     "stop",
-    "fidelity",
     "chat_template_kwargs",
     "logprobs",
     "top_logprobs",
@@ -27,11 +24,8 @@ ANSWER_SETTINGS = (
     "model_name",
     *LOAD_SETTINGS,
     "max_tokens",
-    "temperature",
     *SAMPLING_SETTINGS,
-    "seed",
     "stop",
-    "fidelity",
     "logprobs",
     "top_logprobs",
 )
@@ -51,8 +45,3 @@ def without_service_settings(values: Any) -> Any:
 def response_format_of(kwargs: dict[str, Any]) -> ResponseFormat:
     """Return the response format that a call's keyword arguments ask for."""
     return ResponseFormat(kwargs.get("tools") or (), kwargs.get("tool_choice"), kwargs.get("response_format"))
-
-
-def or_default(value: Any, default: Any) -> Any:
-    """Return a call's setting; None, which configurations often hold, means the default."""
-    return default if value is None else value

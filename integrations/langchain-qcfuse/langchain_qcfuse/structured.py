@@ -23,7 +23,7 @@ TRUNCATION_ADVICE = {"length": "raise max_tokens", "stop": "a string of `stop` s
 def bind_json_schema(
     chat: BaseChatModel, schema: dict[str, Any] | type, *, include_raw: bool, any_object: bool, options: dict[str, Any]
 ) -> Runnable[LanguageModelInput, Any]:
-    """Return a chat model that writes JSON of a schema, with a parser behind it.
+    """Return a chat model that writes JSON of a schema, with a parser after it.
 
     Args:
         chat: the chat model, which takes OpenAI's `response_format`.
@@ -48,7 +48,7 @@ def bind_json_schema(
 def bind_schema_tool(
     chat: BaseChatModel, schema: dict[str, Any] | type, *, include_raw: bool, options: dict[str, Any]
 ) -> Runnable[LanguageModelInput, Any]:
-    """Return a chat model that must call a tool of a schema, with a parser behind it; see `bind_json_schema`."""
+    """Return a chat model that must call a tool of a schema, with a parser after it; see `bind_json_schema`."""
     tracing = {"kwargs": {"method": "function_calling"}, "schema": schema}
     options = _without_strict(options)
     bound = chat.bind_tools([schema], tool_choice="any", ls_structured_output_format=tracing, **options)
@@ -61,7 +61,7 @@ def bind_schema_tool(
 def with_parser(
     output_parser: BaseOutputParser[Any], bound: Runnable[LanguageModelInput, AIMessage], include_raw: bool
 ) -> Runnable[LanguageModelInput, Any]:
-    """Put a parser behind a chat model; truncated answers are rejected before they are parsed."""
+    """Put a parser after a chat model; truncated answers are rejected before they are parsed."""
     parser = RunnableGenerator(reject_truncated, areject_truncated) | output_parser
     if not include_raw:
         return bound | parser

@@ -206,6 +206,6 @@ def test_another_process_gets_the_same_chat_model_and_loads_it_for_itself(lm: La
 def test_an_engine_stays_in_its_process(chat: ChatQCFuse) -> None:
     """Another process could only load it without its store, and would silently reuse nothing."""
     unpickled = pickle.loads(pickle.dumps(chat))
-    with pytest.raises(QCFuseError, match=r"make it of model=\.\.\. and store=\.\.\."):
+    with pytest.raises(QCFuseError, match=r"create it with model=\.\.\. and store=\.\.\."):
         unpickled.invoke(QUESTION)
     assert chat.invoke(QUESTION).content

@@ -280,7 +280,7 @@ def test_an_engine_stays_in_its_process(llm: QCFuseLLM) -> None:
     """
     holder = QCFusePostprocessor(llm=llm)
     for unpickled in (pickle.loads(pickle.dumps(llm)), pickle.loads(pickle.dumps(holder)).llm):
-        with pytest.raises(QCFuseError, match=r"make it of model=\.\.\. and store=\.\.\."):
+        with pytest.raises(QCFuseError, match=r"create it with model=\.\.\. and store=\.\.\."):
             unpickled.complete("Hello")
     assert holder.llm is llm
     assert llm.complete("Hello").text

@@ -87,7 +87,7 @@ def test_chat_engines(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports,
     assert hits(reports) == [3]
     reports.clear()
     assert "".join(engine.stream_chat("And who has the key?").response_gen)
-    assert hits(reports)[-1] == 3, "the turn before is in front of the nodes or behind them, and they are found"
+    assert hits(reports)[-1] == 3, "the earlier turn is before the nodes or after them, and they are found"
 
 
 def test_a_sub_question_engine(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports) -> None:

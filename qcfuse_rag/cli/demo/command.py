@@ -7,7 +7,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import torch
 from rich.live import Live
 
@@ -21,6 +20,7 @@ from qcfuse_rag.cli.library.open_engine import print_profile_note
 from qcfuse_rag.cli.options import DemoOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.ingestion.summary import WarmSummary
+from qcfuse_rag.retrieval.index import nearest
 
 SHOWN = 6
 """Number of questions without `--all`."""
@@ -72,8 +72,7 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
             engine.compile()
         pairs = []
         for number, question in enumerate(asked, start=1):
-            nearest = np.argsort(-(vectors @ embed([question.question])[0]), kind="stable")[: options.top_k]
-            passages = [texts[i] for i in nearest]
+            passages = [texts[i] for i in nearest(vectors, embed([question.question])[0], options.top_k)]
             view = PairView(question, f"Question {number} of {len(asked)}: {question.question}")
             if as_json:
                 pairs.append(ask_both(engine, passages, view, ANSWER_TOKENS))

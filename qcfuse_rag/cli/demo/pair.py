@@ -41,7 +41,7 @@ class TimedAnswer:
     right: bool | None = None
 
     def text(self, until_s: float | None = None) -> str:
-        """Return the text, or the part that had come after so many seconds."""
+        """Return the text, or the part that had come after `until_s` seconds."""
         pieces = [piece for at, piece in self.pieces if until_s is None or at <= until_s]
         return " ".join("".join(pieces).split())
 

@@ -58,7 +58,7 @@ class LibrarySettings:
         try:
             kept = json.loads(read_text(path))
             wording = kept.pop("template")
-            known = {each.name for each in fields(cls)}
+            known = {field.name for field in fields(cls)}
             return cls(
                 folder=library,
                 template=PromptTemplate(

@@ -19,30 +19,32 @@ LOW, HIGH = 249, 9749
 """Ranks, from 0, of the ends of a 95 % interval among the sorted values of all resamples."""
 
 LEAST_GAP = 1e-3
-"""PGR is undefined where full prefill is not better than the floor by more than this."""
+"""PGR is undefined if full prefill's mean score exceeds the mean score without passages by at most this."""
 
 
-def gap_recovered(method: Sequence[float], floor: Sequence[float], full: Sequence[float]) -> dict[str, float | None]:
+def gap_recovered(
+    method: Sequence[float], without_passages: Sequence[float], full: Sequence[float]
+) -> dict[str, float | None]:
     """Return the PGR of mean scores and its 95 % interval over questions.
 
     Args:
         method: the method's score for each question.
-        floor: the scores without passages, in the same order.
+        without_passages: the scores without passages, in the same order.
         full: the scores of full prefill, in the same order.
 
     Returns:
         `pgr`, None where undefined; `pgr_low` and `pgr_high`, both None if PGR is undefined in more than 2.5 % of the
         resamples, which says that these questions cannot tell; and `pgr_undefined`, the share of those resamples.
     """
-    gap = fmean(full) - fmean(floor)
-    means = [_resampled_means(scores) for scores in (method, floor, full)]
+    gap = fmean(full) - fmean(without_passages)
+    means = [_resampled_means(scores) for scores in (method, without_passages, full)]
     gaps = means[2] - means[1]
     defined = gaps > LEAST_GAP
     values = np.sort((means[0] - means[1])[defined] / gaps[defined])
     undefined = 1 - float(defined.mean())
     tells = gap > LEAST_GAP and undefined <= LOW / RESAMPLES
     return {
-        "pgr": (fmean(method) - fmean(floor)) / gap if gap > LEAST_GAP else None,
+        "pgr": (fmean(method) - fmean(without_passages)) / gap if gap > LEAST_GAP else None,
         "pgr_low": float(values[LOW * len(values) // RESAMPLES]) if tells else None,
         "pgr_high": float(values[HIGH * len(values) // RESAMPLES]) if tells else None,
         "pgr_undefined": undefined,

@@ -41,7 +41,7 @@ class Configuration:
         return self.label, self.base, self.ratio
 
 
-FLOOR = Configuration("no passages", make_method("full"), None, None)
+NO_PASSAGES = Configuration("no passages", make_method("full"), None, None)
 """Full prefill of the question without any passage: what the model knows by itself."""
 
 

@@ -15,7 +15,7 @@ from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.environment import about_run
-from qcfuse_rag.evaluation.quality.configurations import FLOOR, configurations, method_name
+from qcfuse_rag.evaluation.quality.configurations import NO_PASSAGES, configurations, method_name
 from qcfuse_rag.evaluation.quality.metrics import rouge_scorer
 from qcfuse_rag.evaluation.quality.offline import NeighbourPool, preparation_of
 from qcfuse_rag.evaluation.quality.records import Record, RecordLog
@@ -77,7 +77,7 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
         raise QCFuseError("name a dataset, or several with commas")
     rouge_scorer()
     full, *methods = configurations(options.methods, options.ratios, options.bases)
-    chosen = [full, FLOOR, *methods]
+    chosen = [full, NO_PASSAGES, *methods]
     for name in options.datasets:
         if name in TASKS and options.top_k is not None and not (options.data_dir / f"{name}.jsonl").exists():
             raise QCFuseError(
@@ -185,8 +185,8 @@ def on_log(log: RecordLog, *, kept: bool) -> list[str]:
     """Return notes on the earlier records that could not be used; `kept` if earlier runs filled the store too."""
     notes = []
     if log.damaged:
-        numbers = ", ".join(map(str, log.damaged))
-        notes.append(f"{log.path}: damaged and left out: line {numbers}; records that were there are made anew")
+        lines = ", ".join(map(str, log.damaged))
+        notes.append(f"{log.path}: damaged and left out: line {lines}; records that were there are made anew")
     if log.outdated:
         old = "; passages that the --store had enriched or captured before are used as they are" if kept else ""
         notes.append(

@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.evaluation.quality.configurations import FLOOR, FULL, Configuration
+from qcfuse_rag.evaluation.quality.configurations import FULL, NO_PASSAGES, Configuration
 from qcfuse_rag.evaluation.quality.metrics import scores
 from qcfuse_rag.evaluation.quality.offline import NeighbourPool, depends_on_neighbours, prepare
 from qcfuse_rag.evaluation.quality.records import Record, RecordLog, digest_of_passages
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.generation.detokenizer import Detokenizer
 from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
 from qcfuse_rag.monitoring.divergence import compare_answers
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.verification.answers import compare_greedy_answers
+from qcfuse_rag.verification.answers import answer_text, compare_greedy_answers
 from qcfuse_rag.verification.samples import Example
 
 T = TypeVar("T")
@@ -31,12 +29,12 @@ T = TypeVar("T")
 class PendingQuestion:
     """A question to run, with the prompts and the gold answer's tokens that all its configurations share.
 
-    `floor` is the prompt without passages. `beside` is the digest of the passages prepared together.
+    `without_passages` is the prompt without passages. `beside` is the digest of the passages prepared together.
     """
 
     example: Example
     prompt: Prompt
-    floor: Prompt
+    without_passages: Prompt
     gold: tuple[int, ...]
     beside: str
 
@@ -59,9 +57,9 @@ def run_questions(
     """Add a record to the log for every question and configuration that it lacks; return why others could not run.
 
     Records of enriched and captured caches are made again if they were made beside other passages. Full prefill, the
-    first configuration, runs along with every missing one, because divergences and paired times need it. With a
-    `group`, so many questions are prepared together, and the store is emptied after them. Neighbours are searched in
-    `pool`, by default among the passages prepared together.
+    first configuration, runs along with every missing one, because divergences and paired times need it. If
+    `group` is given, the passages of `group` questions are prepared together, and the store is emptied after these
+    questions. Neighbours are searched in `pool`, by default among the passages prepared together.
     """
     skipped: list[str] = []
     done, warm = 0, False
@@ -132,14 +130,8 @@ def gold_nll(runner: ModelRunner, prefilled: Prefilled, gold: Sequence[int]) -> 
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(gold, device=logits.device)))
 
 
-def answer_text(lm: LanguageModel, ids: Sequence[int]) -> str:
-    """Return the text of an answer's tokens as streaming would give it, without surrounding white space."""
-    detokenizer = Detokenizer(lm.tokenizer.backend_tokenizer, ())
-    return ("".join(detokenizer.push(token) for token in ids) + detokenizer.flush()).strip()
-
-
 def _prefill(engine: FusionEngine, question: PendingQuestion, configuration: Configuration) -> Prefilled:
-    prompt = question.floor if configuration == FLOOR else question.prompt
+    prompt = question.without_passages if configuration == NO_PASSAGES else question.prompt
     return engine.prefill(prompt, method=configuration.method, answer_tokens=question.answer_tokens)
 
 
@@ -187,12 +179,12 @@ def _measure(
 
 
 def _pending(engine: FusionEngine, example: Example, beside: str) -> PendingQuestion:
-    prompt, floor = engine.prompt(example.question, example.passages), engine.prompt(example.question)
+    prompt, without_passages = engine.prompt(example.question, example.passages), engine.prompt(example.question)
     tokenizer = engine.lm.tokenizer
     # A chat template's answer begins a turn; without one it goes on after "Answer:".
     text = example.gold.strip() if tokenizer.chat_template else f" {example.gold.strip()}"
     gold = tuple(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
-    return PendingQuestion(example, prompt, floor, gold, beside)
+    return PendingQuestion(example, prompt, without_passages, gold, beside)
 
 
 def _groups(items: Sequence[T], size: int) -> Iterable[Sequence[T]]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.evaluation.quality.arena_score import gap_recovered
-from qcfuse_rag.evaluation.quality.configurations import FLOOR, FULL, RANDOM, method_name, plain_base
+from qcfuse_rag.evaluation.quality.configurations import FULL, NO_PASSAGES, RANDOM, method_name, plain_base
 from qcfuse_rag.evaluation.quality.offline import OfflineCost
 from qcfuse_rag.evaluation.quality.records import Record
 
@@ -52,8 +52,8 @@ def summarize(
         groups, key=lambda key: (datasets.index(key[0]), key[1] != FULL, order.get(key[1:], len(order)))
     ):
         group = groups[dataset, method, base, ratio]
-        full, floor = groups.get((dataset, FULL, None, 1.0), {}), groups.get((dataset, *FLOOR.key), {})
-        controlled = method_name(method) not in (RANDOM, FULL, FLOOR.label)
+        full, without_passages = groups.get((dataset, FULL, None, 1.0), {}), groups.get((dataset, *NO_PASSAGES.key), {})
+        controlled = method_name(method) not in (RANDOM, FULL, NO_PASSAGES.label)
         control = _control(groups, dataset, base, ratio) if controlled else None
         preparation = (preparations or {}).get((method, base, ratio))
         to_random = {name: _difference(group, control, name, seed) for name in ("f1", "answer_kl")} if control else None
@@ -62,7 +62,7 @@ def summarize(
             **_figures(list(group.values()), seed),
             "minus_full": {name: _difference(group, full, name, seed) for name in SCORES},
             "minus_random": to_random,
-            "recovered": _recovered(group, full, floor, quality_score(dataset)),
+            "recovered": _recovered(group, full, without_passages, quality_score(dataset)),
             **_offline([cost for cost in costs if cost.preparation == preparation]),
         }
         lines.append(line)
@@ -97,16 +97,16 @@ def _difference(group: Group, other: Group | None, name: str, seed: int) -> dict
     return mean_interval([group[i][name] - other[i][name] for i in shared], seed)
 
 
-def _recovered(group: Group, full: Group, floor: Group, name: str) -> dict[str, float | None] | None:
-    """Return the share of full prefill's gain over the floor that a method keeps, see `gap_recovered`.
+def _recovered(group: Group, full: Group, without_passages: Group, name: str) -> dict[str, float | None] | None:
+    """Return the share of full prefill's gain from the passages that a method keeps, see `gap_recovered`.
 
-    It is taken over the questions that all three answered. It is None where full prefill is no better than the floor;
-    `low` and `high` are None where that is uncertain.
+    It is taken over the questions that all three answered. It is None where full prefill gains nothing; `low` and
+    `high` are None where that is uncertain.
     """
-    shared = [identity for identity in group if identity in full and identity in floor]
+    shared = [identity for identity in group if identity in full and identity in without_passages]
     if not shared:
         return None
-    pgr = gap_recovered(*([side[identity][name] for identity in shared] for side in (group, floor, full)))
+    pgr = gap_recovered(*([side[identity][name] for identity in shared] for side in (group, without_passages, full)))
     return None if pgr["pgr"] is None else {"mean": pgr["pgr"], "low": pgr["pgr_low"], "high": pgr["pgr_high"]}
 
 

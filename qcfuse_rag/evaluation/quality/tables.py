@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.evaluation.quality.configurations import FLOOR, FULL
+from qcfuse_rag.evaluation.quality.configurations import FULL, NO_PASSAGES
 from qcfuse_rag.evaluation.quality.summary import format_interval, quality_score
 
 NARROW = ("method", "base", "ratio", "identical", "KL", "F1", "recovered", "of full")
@@ -86,7 +86,7 @@ def row(line: Mapping[str, Any]) -> dict[str, str]:
     """Return the cells of a line by column."""
     against, control, recovered = line["minus_full"], line["minus_random"] or {}, line["recovered"]
     full = line["method"] == FULL
-    if line["method"] in (FULL, FLOOR.label):
+    if line["method"] in (FULL, NO_PASSAGES.label):
         recovered = None
     chunk_s, chunk_bytes = line["offline_s_per_chunk"], line["offline_bytes_per_chunk"]
     return {
@@ -138,7 +138,7 @@ def _reference(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def new_figure(width: float, height: float) -> tuple[Any, Any]:
-    """Return an empty figure of so many inches and its axes, or say how to install matplotlib."""
+    """Return an empty figure of `width` by `height` inches and its axes, or say how to install matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -178,8 +178,8 @@ def _draw(lines: Sequence[Mapping[str, Any]], dataset: str, quality: str, agains
         if method == FULL:
             axes.axhline(y[0], color="black", lw=0.8, ls=":")
     for line in lines:
-        if line["method"] == FLOOR.label:
-            axes.axhline(line[quality], color="grey", lw=0.8, ls="--", label=FLOOR.label)
+        if line["method"] == NO_PASSAGES.label:
+            axes.axhline(line[quality], color="grey", lw=0.8, ls="--", label=NO_PASSAGES.label)
     axes.set_xlabel(label)
     axes.set_ylabel("string match" if quality == "match" else "token F1")
     axes.set_title(f"{dataset}, {_reference(lines)['n']} questions; bars are 95 % intervals")
@@ -191,7 +191,7 @@ def _draw(lines: Sequence[Mapping[str, Any]], dataset: str, quality: str, agains
 def _curves(lines: Sequence[Mapping[str, Any]], against: str) -> dict[tuple[str, str | None], list[Mapping[str, Any]]]:
     curves: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
     for line in lines:
-        if line[against] is not None and line["method"] != FLOOR.label:
+        if line[against] is not None and line["method"] != NO_PASSAGES.label:
             curves.setdefault((line["method"], line["base"]), []).append(line)
     for points in curves.values():
         points.sort(key=lambda point: (point["ratio"] is None, point["ratio"] or 0.0))

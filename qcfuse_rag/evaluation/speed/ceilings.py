@@ -19,6 +19,9 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 
 T = TypeVar("T")
 
+SAMPLES = 7
+"""Measurements of a rate, of which the best counts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
@@ -35,22 +38,22 @@ class Ceilings:
     loading: float
 
     def or_better(self, other: Ceilings) -> Ceilings:
-        """Return the higher of both rates each: a busy machine measures too low, never too high."""
+        """Return the higher value of each rate, because a busy machine measures too low and never too high."""
         return Ceilings(*(max(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)))
 
 
-def measure_ceilings(lm: LanguageModel, *, samples: int = 7) -> Ceilings:
-    """Measure each rate as the best of some samples."""
+def measure_ceilings(lm: LanguageModel) -> Ceilings:
+    """Measure each rate as the best of `SAMPLES`."""
     gpu = lm.device.type == "cuda"
     size, count = (8192, 1 << 28) if gpu else (1536, 1 << 25)
     left, right = (torch.randn(size, size, dtype=lm.dtype, device=lm.device) for _ in range(2))
-    product_s = min(seconds(lm, lambda: left @ right) for _ in range(samples))
+    product_s = min(seconds(lm, lambda: left @ right) for _ in range(SAMPLES))
     target, source = (torch.randn(count, device=lm.device) for _ in range(2))
-    memory = 2 * target.nbytes / min(seconds(lm, lambda: target.copy_(source)) for _ in range(samples))
+    memory = 2 * target.nbytes / min(seconds(lm, lambda: target.copy_(source)) for _ in range(SAMPLES))
     loading = memory / 2  # a copy reads and writes each byte
     if gpu:
         host = torch.empty(count, pin_memory=True)
-        loading = target.nbytes / min(seconds(lm, lambda: target.copy_(host)) for _ in range(samples))
+        loading = target.nbytes / min(seconds(lm, lambda: target.copy_(host)) for _ in range(SAMPLES))
     return Ceilings(2 * size**3 / product_s, memory, loading)
 
 
@@ -116,7 +119,7 @@ def _layer_modules(lm: LanguageModel) -> list[nn.Module]:
 
 
 def _matrix_numbers(module: nn.Module) -> int:
-    """Count the numbers of a module's own matrices, of packed ones those that they stand for."""
+    """Count the numbers of a module's own matrices; a packed matrix counts as the matrix that it stands for."""
     rows, columns = (getattr(module, name, None) for name in ("out_features", "in_features"))
     if isinstance(rows, int) and isinstance(columns, int) and not any(module.children()):
         return rows * columns

@@ -59,8 +59,8 @@ class SpeedOptions:
     """The options of `qcfuse bench speed`; its help describes them.
 
     Passages come from the host's `memory`, `pinned` memory of the host, memory of the `device`, the `disk` (its files
-    in the page cache), or are `throttled` to so many bytes a second. Without tiers, `memory` and `disk` are measured,
-    on a GPU `pinned`, `device` and `disk`. The warm-up round comes on top of `repeats`.
+    in the page cache), or are `throttled` to `throttle` bytes a second. If no tiers are given, `memory` and `disk` are
+    measured, on a GPU `pinned`, `device` and `disk`. The warm-up round comes on top of `repeats`.
     """
 
     contexts: tuple[int, ...] = (4096,)

@@ -74,8 +74,9 @@ def measure_store(
     """Time writing and reading of entries beside the same without a store; all files are removed.
 
     Each shape has `megabytes` of entries, in millions of bytes; the bare side writes as many again. Rates are millions
-    of bytes a second. Bare reading goes into memory new to the process, or, `recycled`, into memory from the allocator;
-    that is None for writing. Ratios are the store's rate over the other, medians of the pairs.
+    of bytes a second. Bare reading goes into memory that is new to the process. `recycled` reading goes into memory
+    from the allocator, and is None for writing. `of_bare` and `of_recycled` are the store's rate over these rates,
+    medians of the pairs.
     """
     rates = []
     with tempfile.TemporaryDirectory(prefix="qcfuse-bench-", dir=folder) as path:
@@ -102,7 +103,7 @@ class _StoreBenchmark:
     def measure(self, threads: int, repeats: int) -> list[dict[str, Any]]:
         """Write everything and read it, from the page cache and from disk, all sides in turns."""
         reading = (self._get, self._read_new, self._read_recycled)
-        times: dict[str, list[list[float]]] = {what: [] for what in (WRITE, WRITTEN, COLD, CACHED)}
+        times: dict[str, list[list[float]]] = {operation: [] for operation in (WRITE, WRITTEN, COLD, CACHED)}
         with ThreadPoolExecutor(threads) as pool:
             for turn in range(repeats):
                 self._remove_all()
@@ -112,7 +113,7 @@ class _StoreBenchmark:
                     times[COLD].append(self._time(pool, turn, reading, self._drop_pages))
                     self._time(pool, turn, reading)
                     times[CACHED].append(self._time(pool, turn, reading))
-        return [self._rate(what, threads, rounds) for what, rounds in times.items() if rounds]
+        return [self._rate(operation, threads, rounds) for operation, rounds in times.items() if rounds]
 
     def _time(
         self, pool: ThreadPoolExecutor, turn: int, operations: Sequence[Operation], before: Callable[[], object] = bool
@@ -127,17 +128,17 @@ class _StoreBenchmark:
             seconds[index] = time.perf_counter() - started
         return seconds
 
-    def _rate(self, what: str, threads: int, rounds: list[list[float]]) -> dict[str, Any]:
+    def _rate(self, operation: str, threads: int, rounds: list[list[float]]) -> dict[str, Any]:
         total_mb = self._bytes * len(self._keys) / 1e6
         rates = [total_mb / median(seconds) for seconds in zip(*rounds, strict=True)]
         ratios = [median(seconds[side] / seconds[0] for seconds in rounds) for side in range(len(rates))]
-        reading = what != WRITE
+        reading = operation != WRITE
         return {
             **{"entry": self._shape, "entry_bytes": self._bytes, "entries": len(self._keys)},
-            **{"what": what, "threads": threads},
-            **{"store_mb_s": rates[0], "bare_mb_s": rates[1], "ratio": ratios[1]},
+            **{"operation": operation, "threads": threads},
+            **{"store_mb_s": rates[0], "bare_mb_s": rates[1], "of_bare": ratios[1]},
             "recycled_mb_s": rates[2] if reading else None,
-            "recycled_ratio": ratios[2] if reading else None,
+            "of_recycled": ratios[2] if reading else None,
         }
 
     def _put(self, key: ChunkKey) -> None:

@@ -115,8 +115,8 @@ class ThrottledBlocks(Blocks):
 class ThrottledStore(MemoryStore):
     """A store in memory that reads no faster than a given disk or network."""
 
-    def __init__(self, bytes_per_s: float, limit_bytes: int = UNLIMITED, *, numbers: str = LOSSLESS) -> None:
-        super().__init__(limit_bytes, numbers=numbers)
+    def __init__(self, bytes_per_s: float, *, numbers: str = LOSSLESS) -> None:
+        super().__init__(UNLIMITED, numbers=numbers)
         self._bytes_per_s = bytes_per_s
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:

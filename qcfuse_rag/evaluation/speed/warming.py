@@ -27,8 +27,9 @@ def measure_warming(
     """Time a job over passages of mixed lengths from the demonstration corpus, in turns with bare forward passes.
 
     The bare passes get batches as well packed as the job's, keep no cache and write nothing. The job prefills after the
-    system prefix, ranks tokens, and writes to a folder, all forced to disk. `ratio` is the throughput of the job over
-    the bare one, median of the pairs; `computed_share` the tokens that the job computed over those that it stored.
+    system prefix, ranks tokens, and writes to a folder, all forced to disk. `throughput_to_bare` is the throughput
+    of the job over that of the bare passes, median of the pairs. `computed_share` is the number of tokens that the job
+    computed over the number that it stored.
     """
     ids = lm.tokenizer(" ".join(corpus().values()), add_special_tokens=False)["input_ids"]
     passages: list[tuple[int, ...]] = []
@@ -47,9 +48,10 @@ def measure_warming(
             summary = FusionEngine(lm, store).corpus.warm_job(passages, bases=(FRAMED,), batch_tokens=bound).run()
             job_s.append(summary.elapsed_s)
             computed = summary.computed_tokens
-    ratio = median(bare / job for bare, job in zip(bare_s, job_s, strict=True))
+    throughput_to_bare = median(bare / job for bare, job in zip(bare_s, job_s, strict=True))
     sizes = {"chunks": len(passages), "tokens": total, "batch_tokens": bound}
-    return {**sizes, "job_s": job_s, "bare_s": bare_s, "ratio": ratio, "computed_share": computed / total}
+    rates = {"throughput_to_bare": throughput_to_bare, "computed_share": computed / total}
+    return {**sizes, "job_s": job_s, "bare_s": bare_s, **rates}
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ STUDIES = {
     "concurrency": "Ask many questions at once: equal answers, and a responsive event loop.",
     "conversations": "Measure conversations with and without the reuse of earlier turns.",
     "demo-quality": "Compare the answers of methods on the demonstration corpus.",
-    "guard": "Time `auto` beside full prefill where it must not lose.",
+    "guard": "Time `auto` beside full prefill where it should be faster and where it should not be slower.",
     "healing": "Compare answers over a cache that heals while they are decoded with full prefill's.",
     "joined-text": "Compare passages kept apart with passages found in a joined text.",
     "kernel-floors": "Time the kernels on this GPU beside torch and their lower bounds.",

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.evaluation.quality.configurations import FLOOR, FULL, Key
+from qcfuse_rag.evaluation.quality.configurations import FULL, NO_PASSAGES, Key
 from qcfuse_rag.evaluation.quality.summary import format_interval, mean_interval
 from qcfuse_rag.evaluation.quality.tables import markdown_table, new_figure
 from qcfuse_rag.evaluation.studies.runner import StudyResult
@@ -129,7 +129,7 @@ def _plot(groups: Mapping[Key, Group], method: str, path: Path) -> None:
     figure, axes = new_figure(8, 5)
     curves: dict[tuple[str, str | None], list[tuple[float, float, float]]] = {}
     for (name, base, ratio), group in groups.items():
-        if name == FLOOR.label:
+        if name == NO_PASSAGES.label:
             continue
         times = median(record["ttft_s"] / record["full_ttft_s"] for record in group.values())
         point = (ratio or 0.0, times, fmean(record["answer_kl"] for record in group.values()))

@@ -75,8 +75,8 @@ def conversations(
     """Measure conversations over the demonstration corpus, turn by turn, with and without prefix reuse.
 
     The questions of a conversation are those of the demonstration, one after the other; MiniLM retrieves whole
-    documents. Both sides answer every turn, in turns, and go on with the same answer. Tokens that only a cache of
-    prefixes would reuse, and with it passages in whole blocks of 256 tokens, are counted from the same prompts.
+    documents. Both sides answer every turn, in turns, and go on with the same answer. The same prompts show how many
+    tokens a cache of prefixes alone would reuse, and how many together with passages in whole blocks of 256 tokens.
     """
     samples, params = demo_questions(top_k), SamplingParams(max_new_tokens=32)
     data, parts = [], list[Table | str]()

@@ -7,13 +7,12 @@ from typing import Any
 
 from rich.table import Table
 
-from qcfuse_rag.evaluation.quality.run import answer_text
 from qcfuse_rag.evaluation.quality.summary import mean_interval
 from qcfuse_rag.evaluation.studies.runner import FULL_PREFILL, StudyResult, StudyRun, demo_questions, load_engine
 from qcfuse_rag.generation.teacher_forcing import greedy_answer
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
-from qcfuse_rag.verification.answers import compare_greedy_answers
+from qcfuse_rag.verification.answers import answer_text, compare_greedy_answers
 from qcfuse_rag.verification.checks import string_match
 
 METHODS = [

@@ -1,4 +1,4 @@
-"""Time to first token of `auto` beside that of full prefill, in cases where it must not lose."""
+"""Time to first token of `auto` beside full prefill's, where fusion should help and where it should not be slower."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AUTO = make_method("auto")
 
 
 def guard(run: StudyRun, model: str | None = None, repeats: int = 7, only: str = "") -> StudyResult:
-    """Time `auto` beside full prefill, where it should gain most and where it must not lose.
+    """Time `auto` beside full prefill, in cases where fusion should help and in cases where it should not be slower.
 
     Both sides take turns in one process, on the same token ids. Prompts are cut from the demonstration corpus: long and
     short prompts, a prompt without stored passages, prompts over a store that reads 50 MB a second, and a prompt whose
@@ -60,13 +60,13 @@ def guard(run: StudyRun, model: str | None = None, repeats: int = 7, only: str =
         row = {"case": name, **_measure(engine, _prompt(engine, passages, tokens), method, repeats)}
         rows.append(row)
         run.keep({"rows": rows})
-        times = [f"{row['full_s']:.3f} s", f"{row['auto_s']:.3f} s", f"{row['ratio']:.3f}"]
+        times = [f"{row['full_s']:.3f} s", f"{row['auto_s']:.3f} s", f"{row['auto_to_full']:.3f}"]
         table.add_row(name, f"{row['tokens']:,}", *times, str(row["rows"]), row["decided"])
     return StudyResult({"rows": rows}, [table, f"{torch.get_num_threads()} threads, medians of {repeats}"])
 
 
 def _prompt(engine: FusionEngine, passages: list[str], tokens: int) -> Prompt:
-    """Return a prompt of about so many tokens: at least one passage, and no more whole passages than fit."""
+    """Return a prompt of about `tokens` tokens: at least one passage, and no more whole passages than fit."""
     chosen: list[str] = []
     for passage in passages:
         if chosen and len(engine.prompt(QUESTION, [*chosen, passage])) > tokens:
@@ -90,7 +90,7 @@ def _measure(engine: FusionEngine, prompt: Prompt, method: Method, repeats: int)
         "tokens": len(prompt),
         "full_s": full_s,
         "auto_s": auto_s,
-        "ratio": auto_s / full_s,
+        "auto_to_full": auto_s / full_s,
         "rows": report.rows,
         "decided": report.fallback or "fused",
         "times": times,

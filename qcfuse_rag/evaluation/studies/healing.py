@@ -34,11 +34,11 @@ def healing(
     answer_tokens: int = 64,
     rows: str = "8,16,64",
 ) -> StudyResult:
-    """Compare an answer over a cache that heals, so many rows a step, with full prefill's and with an unhealed cache.
+    """Compare an answer over a cache that heals while it is decoded with full prefill's and with an unhealed cache.
 
-    Each number of rows is tried in ascending order, and with the tokens that the answer attends to most first, as
-    `heal` does. Questions about the demonstration's documents, four in a prompt, whose greedy answer by full prefill
-    has at least `--answer-tokens` tokens. All steps follow that answer. KL is that of its tokens from the eighth on, in
+    Each prompt has one question and four documents. Answers shorter than `--answer-tokens` are skipped. Each number of
+    `--rows` healed in a step is tried in ascending order, and with the tokens that the answer attends to most first, as
+    `heal` does. All steps follow full prefill's greedy answer. KL is that of its tokens from the eighth on, in
     nats a token; differences to the unhealed cache (0 rows) are paired, with 95 % bootstrap intervals.
     """
     counts = sorted({int(count) for count in rows.split(",")} - {0})
@@ -106,7 +106,10 @@ class HealedAnswer:
 def _follow(
     runner: ModelRunner, prefilled: Prefilled, full: tuple[tuple[int, ...], Tensor], variant: tuple[int, float]
 ) -> HealedAnswer:
-    """Follow full prefill's answer over a cache that heals so many rows a step, a share of them attended first."""
+    """Follow full prefill's answer over a cache that heals.
+
+    A variant is the number of rows a step, and the share of the reused tokens that are computed first, by attention.
+    """
     rows, attended = variant
     ids, logits = full
     healing, divergences, seconds = Healing(runner, prefilled, attended), [], []

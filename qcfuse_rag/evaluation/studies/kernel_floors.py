@@ -40,8 +40,8 @@ QUESTION_ROWS, CHUNK, REQUESTS = 32, 512, (1, 8)
 class KernelCase:
     """One piece of work of a kernel, beside the same work in torch.
 
-    It has so many floating-point operations, and bytes that it must read and write. `tile` is the tile that the
-    kernel chooses; None if it has none.
+    `operations` counts its floating-point operations, and `nbytes` the bytes that it must read and write. `tile` is the
+    tile that the kernel chooses; None if it has none.
     """
 
     name: str
@@ -212,8 +212,10 @@ def describe(row: dict[str, Any]) -> str:
     if "refusal" in row:
         return f"{row['case']}: {row['refusal']}"
     kernel, floor, plain = (row[name] for name in ("kernel_ms", "floor_ms", "torch_ms"))
-    ratio = plain / kernel
-    first = f"{row['case']}: {kernel:.3f} ms, torch {plain:.3f} ms, {ratio:.1f} times as fast; floor {floor:.3f} ms"
+    times_as_fast = plain / kernel
+    first = (
+        f"{row['case']}: {kernel:.3f} ms, torch {plain:.3f} ms, {times_as_fast:.1f} times as fast; floor {floor:.3f} ms"
+    )
     lines = []
     for tile in row["tiles"]:
         figures = tile["refusal"] or f"{tile['ms']:.3f} ms, {floor / tile['ms']:.2f}"

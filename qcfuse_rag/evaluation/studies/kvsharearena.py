@@ -18,7 +18,14 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.evaluation.quality.arena_score import gap_recovered, paired_difference
-from qcfuse_rag.evaluation.quality.configurations import FLOOR, FULL, Configuration, Key, configurations, split_names
+from qcfuse_rag.evaluation.quality.configurations import (
+    FULL,
+    NO_PASSAGES,
+    Configuration,
+    Key,
+    configurations,
+    split_names,
+)
 from qcfuse_rag.evaluation.quality.metrics import token_f1
 from qcfuse_rag.evaluation.quality.offline import prepare
 from qcfuse_rag.evaluation.quality.summary import format_interval
@@ -58,7 +65,7 @@ def kvsharearena(
 
     QUESTIONS is a file of its data/queryset, such as hotpotqa_n100.jsonl or agent_reports/hotpotqa_notes.jsonl. The
     wording comes from --assets, by default kvsharearena/assets of the same checkout. The first --size questions of at
-    most --most-tokens prompt tokens are answered greedily without passages (floor), with full prefill, and with each of
+    most --most-tokens prompt tokens are answered greedily without passages (the arena's floor), with full prefill, and with each of
     --methods. The first of them is the reference of differences. PGR = (method - floor) / (full - floor), of mean word
     F1; intervals are the arena's paired bootstrap over questions. The table also has the share of passage tokens that
     are computed (recomputed), the computed rows of all layers over full prefill's (work), the median of the paired
@@ -141,8 +148,8 @@ def answer(
     params = SamplingParams(max_new_tokens=max_new_tokens)
     records: list[Record] = []
     bare = engine.prompt(question.example.question)
-    for side in (FLOOR, *chosen):
-        generation = engine.generate(bare if side == FLOOR else question.prompt, params, method=side.method)
+    for side in (NO_PASSAGES, *chosen):
+        generation = engine.generate(bare if side == NO_PASSAGES else question.prompt, params, method=side.method)
         report = generation.report
         record = {
             "id": question.example.id,
@@ -174,14 +181,14 @@ def recomputed_tokens(report: FusionReport) -> int:
 
 
 def summarize(records: Sequence[Record], keys: Sequence[Key]) -> list[Record]:
-    """Return one line for the floor and for each configuration; full prefill must be the first of them.
+    """Return one line without passages and one for each configuration; full prefill must be the first of them.
 
     Differences of F1 are to the first configuration behind full prefill.
     """
-    groups: dict[Key, dict[str, Record]] = {key: {} for key in (FLOOR.key, *keys)}
+    groups: dict[Key, dict[str, Record]] = {key: {} for key in (NO_PASSAGES.key, *keys)}
     for record in records:
         groups[record["method"], record["base"], record["ratio"]][record["id"]] = record
-    names = [*groups[FLOOR.key]]
+    names = [*groups[NO_PASSAGES.key]]
     f1 = {key: [group[name]["f1"] for name in names] for key, group in groups.items()}
     reference = keys[min(1, len(keys) - 1)]
     lines = []
@@ -194,10 +201,10 @@ def summarize(records: Sequence[Record], keys: Sequence[Key]) -> list[Record]:
             "ratio": ratio,
             "n": len(rows),
             "f1": fmean(f1[key]),
-            **gap_recovered(f1[key], f1[FLOOR.key], f1[keys[0]]),
+            **gap_recovered(f1[key], f1[NO_PASSAGES.key], f1[keys[0]]),
             "minus_reference": paired_difference(f1[key], f1[reference]),
-            "recomputed": _share(rows, "recomputed_tokens", "context_tokens") if label != FLOOR.label else None,
-            "work": _share(rows, "row_layers", "full_row_layers") if label != FLOOR.label else None,
+            "recomputed": _share(rows, "recomputed_tokens", "context_tokens") if label != NO_PASSAGES.label else None,
+            "work": _share(rows, "row_layers", "full_row_layers") if label != NO_PASSAGES.label else None,
             "time_of_full": median(row["ttft_s"] / full for row, full in zip(rows, full_s, strict=True)),
             "answer_tokens": fmean(row["answer_tokens"] for row in rows),
             "in_full": sum((row["fallback"] or "").startswith(IN_FULL) for row in rows),
@@ -211,10 +218,10 @@ def _share(rows: Sequence[Record], part: str, whole: str) -> float:
 
 
 def _cells(line: Record) -> list[str]:
-    fixed = line["method"] in (FLOOR.label, FULL)
+    fixed = line["method"] in (NO_PASSAGES.label, FULL)
     interval = "undefined" if line["pgr_low"] is None else f"{line['pgr_low']:.2f} to {line['pgr_high']:.2f}"
     return [
-        line["method"] if line["method"] == FLOOR.label else f"`{line['method']}`",
+        line["method"] if line["method"] == NO_PASSAGES.label else f"`{line['method']}`",
         line["base"] or "-",
         "-" if line["ratio"] is None else f"{line['ratio']:g}",
         f"{line['f1']:.3f}",

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.quality.metrics import token_f1
-from qcfuse_rag.evaluation.quality.run import answer_text
 from qcfuse_rag.evaluation.quality.tables import new_figure
 from qcfuse_rag.evaluation.studies.runner import (
     FULL_PREFILL,
@@ -24,7 +23,7 @@ from qcfuse_rag.evaluation.studies.runner import (
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.generation.teacher_forcing import greedy_answer
 from qcfuse_rag.methods import make_method
-from qcfuse_rag.verification.answers import compare_greedy_answers
+from qcfuse_rag.verification.answers import answer_text, compare_greedy_answers
 from qcfuse_rag.verification.checks import fit_cases
 from qcfuse_rag.verification.references import ReferenceAnswers
 from qcfuse_rag.verification.samples import Sample

@@ -47,7 +47,7 @@ def loading(model: str | None = None, tokens: int = 4096, repeats: int = 5) -> S
         prompt = random_prompt(lm, tokens, 512, torch.Generator().manual_seed(0))
         fill(lm, list(stores.values()), prompt, methods)
         for name, store in stores.items():
-            before = ModelRunner(lm, store, load_limit_s=None, overlap=False, spare_bytes=0)
+            before = ModelRunner(lm, store, load_limit_s=None, overlap=False, max_spare_bytes=0)
             during = ModelRunner(lm, store)
             for method in methods:
                 sides = {

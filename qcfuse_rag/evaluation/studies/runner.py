@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -24,6 +23,7 @@ from qcfuse_rag.evaluation.quality.summary import format_interval, mean_interval
 from qcfuse_rag.evaluation.questions import read_dataset
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.retrieval.index import nearest
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.store.factory import open_store
@@ -154,8 +154,8 @@ def demo_questions(top_k: int, count: int | None = None) -> list[Sample]:
     vectors = embed(texts)
     samples = []
     for question in questions()[:count]:
-        nearest = np.argsort(-(vectors @ embed([question.question])[0]), kind="stable")[:top_k]
-        samples.append(Sample(question.question, tuple(texts[i] for i in nearest), question.answers))
+        passages = tuple(texts[i] for i in nearest(vectors, embed([question.question])[0], top_k))
+        samples.append(Sample(question.question, passages, question.answers))
     return samples
 
 

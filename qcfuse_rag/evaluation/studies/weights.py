@@ -18,6 +18,7 @@ from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.evaluation.speed.ceilings import take_turns
 from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model
 from qcfuse_rag.models.weights.formats import LINEARS, round_weights
+from qcfuse_rag.monitoring.divergence import compare_answers
 
 CONTEXT = 256
 """Tokens in front of the rows that are timed, where these are fewer than a prompt."""
@@ -29,8 +30,8 @@ def weights(model: str | None = None, rows: str = "1024,108,1", texts: int = 4, 
     """Compare rounded weights with the model's own in transformers' forward, in turns; medians after a warm-up round.
 
     KL is that of full prefill to the model's own weights, the mean over all tokens of documents of the demonstration.
-    The last column is the largest difference between logits of the last rows of a text, computed with the text and
-    behind its stored keys, in standard deviations of the logits.
+    For the last column, the last rows of a text are computed twice: with the rest of the text in one pass, and alone
+    over its stored keys. It is the largest difference between their logits, in standard deviations of the logits.
     """
     lm = load_model(model)
     sides: dict[str, PreTrainedModel] = {"model": lm.model}
@@ -53,7 +54,9 @@ def weights(model: str | None = None, rows: str = "1024,108,1", texts: int = 4, 
         logits = {side: [_logits(module, text) for text in ids] for side, module in sides.items()}
         apart = {side: max(_apart(module, text) for text in ids) for side, module in sides.items()}
     divergences = {
-        side: torch.cat([_divergence(*pair) for pair in zip(logits["model"], of_side, strict=True)])
+        side: torch.tensor(
+            [kl for pair in zip(logits["model"], of_side, strict=True) for kl in compare_answers(*pair).kl]
+        )
         for side, of_side in logits.items()
     }
     result = {
@@ -83,7 +86,10 @@ def _pass(model: PreTrainedModel, rows: int) -> Callable[[], float]:
 
 @torch.inference_mode()
 def _timed_pass(model: PreTrainedModel, ids: Tensor, context: int) -> float:
-    """Return the seconds of all rows behind the context; ids hold more rows in front if there is no context."""
+    """Time one forward pass over `ids[:, CONTEXT:]`.
+
+    If `context` is not 0, the first `context` tokens are prefilled first, untimed.
+    """
     cache = None
     if context:
         cache = model(input_ids=ids[:, :context], use_cache=True, logits_to_keep=1).past_key_values
@@ -103,9 +109,3 @@ def _apart(model: PreTrainedModel, ids: Tensor) -> float:
     cache = model(input_ids=ids[:, :-ALONE], use_cache=True, logits_to_keep=1).past_key_values
     alone = model(input_ids=ids[:, -ALONE:], past_key_values=cache, use_cache=True).logits[0].float()
     return float((alone - together).abs().max() / together.std())
-
-
-def _divergence(reference: Tensor, other: Tensor) -> Tensor:
-    """Return the `[R]` Kullback-Leibler divergences of rows of logits from the reference, in nats."""
-    expected = reference.log_softmax(-1)
-    return (expected.exp() * (expected - other.log_softmax(-1))).sum(-1)

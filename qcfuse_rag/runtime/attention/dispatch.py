@@ -16,10 +16,10 @@ from transformers.masking_utils import sdpa_mask
 
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.runtime.attention.dense import causal_attention, chosen_backends, torch_attention
-from qcfuse_rag.runtime.attention.row_blocks import ROWS_PER_BLOCK, RowBlock, row_blocks_of
+from qcfuse_rag.runtime.attention.row_blocks import ROWS_PER_BLOCK, row_blocks_of
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import explicit_attention
-from qcfuse_rag.runtime.rows import AttentionParams, ReaderBias, RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, ReaderBias, RowBlock, RowsPlan
 from qcfuse_rag.runtime.step_plan import StepPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
@@ -82,12 +82,12 @@ def rows_attention(  # noqa: PLR0913 called by transformers
                 f"the model's layers do not pass their keyword arguments to {type(module).__name__}, which therefore "
                 "cannot know which keys a row sees"
             )
-        if softcap is None and s_aux is None:
+        params = AttentionParams(scaling, softcap, sinks=s_aux)
+        if _is_plain(params):
             with chosen_backends(query.device):
                 out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
             return out, None
         mask = _causal(query, key) if attention_mask is None else attention_mask[..., : key.shape[2]]
-        params = AttentionParams(scaling, softcap, sinks=s_aux)
         return explicit_attention(query, key, value, mask, params).transpose(1, 2).contiguous(), None
 
     unsupported = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]

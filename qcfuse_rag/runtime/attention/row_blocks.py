@@ -3,59 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.runtime.reference_attention import seen_keys
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import RowBlock, RowsPlan
 
 ROWS_PER_BLOCK = 128
-
-MAX_CACHED_MASK_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class RowBlock:
-    """Neighbouring rows that share one attention call, and the keys that call needs.
-
-    Attributes:
-        start, stop: the rows' range within the plan.
-        first_key, last_key: range of key positions (or of indices into the visible keys) that the rows may see.
-        mask: `[stop - start, last_key - first_key]` bool, True where a row sees a key; None if every row sees every
-            key of the range, or if `causal` is True.
-        causal: True if the rows are the last positions of the range and each sees the keys up to its own position.
-    """
-
-    start: int
-    stop: int
-    first_key: int
-    last_key: int
-    mask: Tensor | None
-    causal: bool
-    _additive: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, compare=False)
-
-    def additive(self, dtype: torch.dtype, groups: int) -> Tensor:
-        """Return the block's mask in the form of fused kernels: 0 where a row sees a key, else minus infinity.
-
-        Torch would convert a boolean mask in every layer. The result is cached for later layers unless it is large.
-
-        Args:
-            dtype: of the result.
-            groups: how often the mask is repeated: number of query heads that share a key.
-
-        Returns:
-            `[groups * (stop - start), last_key - first_key]`.
-        """
-        assert self.mask is not None
-        if (dtype, groups) in self._additive:
-            return self._additive[dtype, groups]
-        additive = torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device)
-        additive = additive.masked_fill_(~self.mask, float("-inf")).repeat(groups, 1)
-        if additive.nbytes <= MAX_CACHED_MASK_BYTES:
-            self._additive[dtype, groups] = additive
-        return additive
 
 
 def split_rows(
@@ -107,10 +62,9 @@ def row_blocks_of(plan: RowsPlan, layer: int, window: int | None) -> list[RowBlo
         layer: index of the layer.
         window: the layer's sliding window in tokens, or None.
     """
-    key = ("blocks", plan.visible_key(layer), window)
-    if key not in plan.derived:
+    key = (plan.visible_key(layer), window)
+    if key not in plan.row_blocks:
         visible = None if plan.visible is None else plan.visible[layer]
         on_host = None if visible is None else visible.cpu()
-        plan.derived[key] = split_rows(plan.rows, plan.length, plan.visible_at(layer), window, plan.on_host, on_host)
-    blocks: list[RowBlock] = plan.derived[key]
-    return blocks
+        plan.row_blocks[key] = split_rows(plan.rows, plan.length, plan.visible_at(layer), window, plan.on_host, on_host)
+    return plan.row_blocks[key]

@@ -26,12 +26,12 @@ class FewRowProducts:
 
     def product(self, index: int, rows: Tensor) -> Tensor:
         """Return the product of rows with one of the weights. Many rows are multiplied with this weight alone."""
-        from qcfuse_rag.runtime.fused_layers.skinny_products import projected, takes
+        from qcfuse_rag.runtime.fused_layers.skinny_products import projected, supports
 
         last = self._last
         if last is None or last[0] is not rows:
             weights = [linear.weight for linear in self._linears]
-            if not takes(rows, weights):
+            if not supports(rows, weights):
                 return self._linears[index](rows)  # type: ignore[no-any-return]
             biases = [linear.bias for linear in self._linears if linear.bias is not None]
             last = self._last = rows, projected(rows, weights, biases or None)

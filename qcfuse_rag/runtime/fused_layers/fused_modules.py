@@ -1,6 +1,6 @@
 """A view of a model whose norms, rotations, gates and products of a few rows are a kernel each.
 
-The model stays as it is; the view shares its weights (`decoder_view`). A fused module replaces a module of the model
+The model stays as it is; the view shares its weights (`view_of`). A fused module replaces a module of the model
 only if both return the same for random numbers. Every other module stays.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qcfuse_rag.runtime.fused_layers.comparison import agree
 from qcfuse_rag.runtime.fused_layers.few_row_products import OUTPUT, PROJECTIONS, FewRowProducts, few_row_products
-from qcfuse_rag.runtime.fused_layers.likeness import same
 from qcfuse_rag.runtime.model_views import ModuleProxy
 
 if TYPE_CHECKING:
@@ -76,24 +76,24 @@ class FusedGate(ModuleProxy):
     Args:
         inner: the model's own.
         activation: see `pointwise.ACTIVATIONS`.
-        few: whether to compute products of a few rows here.
+        few_row_kernels: whether to use the kernels for products of a few rows.
     """
 
-    def __init__(self, inner: nn.Module, activation: str, *, few: bool) -> None:
+    def __init__(self, inner: nn.Module, activation: str, *, few_row_kernels: bool) -> None:
         super().__init__(inner)
-        self.activation, self._few = activation, few
+        self.activation, self._few_row_kernels = activation, few_row_kernels
         self._down = FewRowProducts([inner.down_proj])  # type: ignore[list-item] # a linear layer, see `_gate`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's own module returns."""
         from qcfuse_rag.runtime.fused_layers.pointwise import gated
-        from qcfuse_rag.runtime.fused_layers.skinny_products import gate_projected, takes
+        from qcfuse_rag.runtime.fused_layers.skinny_products import gate_projected, supports
 
         if kwargs or len(args) != 1:
             return self.inner(*args, **kwargs)
         parts: Any = self.inner
         weights = parts.gate_proj.weight, parts.up_proj.weight
-        if self._few and takes(args[0], weights):
+        if self._few_row_kernels and supports(args[0], weights):
             return self._down.product(0, gate_projected(args[0], *weights, self.activation))
         return parts.down_proj(gated(parts.gate_proj(args[0]), parts.up_proj(args[0]), self.activation))
 
@@ -166,34 +166,36 @@ class _FusedViewBuilder:
         products = {name: part for name, part in module._modules.items() if name in GATED and part is not None}
         bare = all(is_product(part) and (name == "down_proj" or part.bias is None) for name, part in products.items())
         tried = (
-            FusedGate(module, name, few=few) for name in ACTIVATIONS for few in ((True, False) if bare else (False,))
+            FusedGate(module, name, few_row_kernels=few_row_kernels)
+            for name in ACTIVATIONS
+            for few_row_kernels in ((True, False) if bare else (False,))
         )
         return self._first("gates", module, tried, LARGE, first.in_features)
 
     def _first(
         self, kind: str, own: nn.Module, tried: Iterable[nn.Module], scales: tuple[float, ...], channels: int
     ) -> nn.Module | None:
-        """Return the first view that returns what a module returns, for rows of different scales; None if none does.
+        """Return the first view whose results agree with the module's, for rows of different scales; None if none does.
 
         No row has a mean of 0: some norms subtract the mean.
         """
         factors = torch.tensor(scales, device=self._device).repeat(REPEATS)[None, :, None]
         given = ((1 + self._random(1, factors.shape[1], channels).float()) * factors).to(self._dtype)
-        agreeing = (view for view in tried if same(own, view, given) and same(own, view, given[:, :FEW]))
+        agreeing = (view for view in tried if agree(own, view, given) and agree(own, view, given[:, :FEW]))
         found = next(agreeing, None)
         self.fused_counts[kind] += found is not None
         return found
 
     def _products(self, module: nn.Module, kind: str, names: Sequence[str]) -> dict[str, nn.Module]:
         """Return views of an attention's products, with a kernel for a few rows; none if their results differ."""
-        from qcfuse_rag.runtime.fused_layers.skinny_products import takes
+        from qcfuse_rag.runtime.fused_layers.skinny_products import supports
 
         own = [module._modules.get(name) for name in names]
         linears = [part for part in own if isinstance(part, nn.Linear) and is_product(part)]
         if len(linears) < len(names) or len({linear.bias is None for linear in linears}) > 1:
             return {}
         views, rows = few_row_products(linears), self._random(1, FEW, linears[0].in_features)
-        if not takes(rows, [linear.weight for linear in linears]) or not same(
+        if not supports(rows, [linear.weight for linear in linears]) or not agree(
             lambda x: tuple(part(x) for part in linears), lambda x: tuple(part(x) for part in views), rows
         ):
             return {}
@@ -218,14 +220,14 @@ class _FusedViewBuilder:
     def _rotation(self, own: Callable[..., Any]) -> Callable[..., Any] | None:
         from qcfuse_rag.runtime.fused_layers.pointwise import rotated
 
-        about = self._model.config.get_text_config()
-        heads = int(about.num_attention_heads)
-        kv_heads = int(getattr(about, "num_key_value_heads", None) or heads)
-        dim = int(getattr(about, "head_dim", None) or about.hidden_size // heads)
+        config = self._model.config.get_text_config()
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         query, key = (self._random(1, ROWS, count, dim).transpose(1, 2) for count in (heads, kv_heads))
         angles = self._random(1, ROWS, dim // 2).float().repeat(1, 1, 2)
         both = {dtype: (angles.cos().to(dtype), angles.sin().to(dtype)) for dtype in {self._dtype, torch.float32}}
-        taken = {dtype for dtype, angle in both.items() if same(own, rotated, query, key, *angle)}
+        taken = {dtype for dtype, angle in both.items() if agree(own, rotated, query, key, *angle)}
 
         def rotation(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != 4 or args[2].dtype not in taken or not _rotates_all(*args):

@@ -126,7 +126,7 @@ def project_gated(
     tl.store(out + row[:, None] * N_COLUMNS + column[None, :], found.to(out.dtype.element_ty), mask=inside)
 
 
-def takes(x: Tensor, weights: Sequence[Tensor]) -> bool:
+def supports(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Return whether these rows are multiplied with these weights here."""
     n_rows = x.numel() // x.shape[-1]
     return (
@@ -147,7 +147,7 @@ def projected(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | N
     """Return the products of rows with one to three weights.
 
     Args:
-        x: `[.., D]`, see `takes`.
+        x: `[.., D]`, see `supports`.
         weights: each `[N, D]`.
         biases: each `[N]`; None if there are none.
 
@@ -188,7 +188,7 @@ def gate_projected(x: Tensor, gates: Tensor, values: Tensor, activation: str) ->
     """Return `activation(x @ gates.T) * (x @ values.T)`, the first half of a gated feed-forward network.
 
     Args:
-        x: `[.., D]`, see `takes`.
+        x: `[.., D]`, see `supports`.
         gates: `[N, D]`.
         values: `[N, D]`.
         activation: one of `pointwise.ACTIVATIONS`.

@@ -89,7 +89,7 @@ class DecodeRunner:
         self._graphs: dict[int, StepGraph] = {}
         self.model = lm.model
         self._lock = threading.Lock()
-        self.refusal: str | None = "they are recorded by `compile`"
+        self.refusal: str | None = "compile() has not been called"
 
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]) -> Tensor:

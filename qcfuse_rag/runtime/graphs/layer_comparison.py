@@ -61,7 +61,7 @@ class SamplePrompt:
 
 @dataclass(slots=True, eq=False)
 class LayerTrace:
-    """Runs the layers of a view, and keeps what each gets and makes.
+    """Runs the layers of a view, and keeps the input and the result of each.
 
     Attributes:
         layers: each layer's hidden states, before and after.
@@ -84,9 +84,10 @@ class LayerTrace:
 
 @dataclass(slots=True, eq=False)
 class LayerComparison:
-    """Runs a model's own layers on what the layers of a view got, and passes on what those made of it.
+    """Runs each of the model's own layers on the hidden states that the view's layer received.
 
-    Logits that are computed behind such layers are those of the model's own head over the view's hidden states.
+    Returns the view's result, so errors do not accumulate. Logits that are computed from the last layer's result are
+    the logits of the model's own head over the view's hidden states.
 
     Args:
         trace: a pass of the view, over the same rows and perhaps others: further requests, or rows before these.
@@ -117,7 +118,7 @@ class LayerComparison:
 def _layer_error(result: Tensor, expected: Tensor, before: Tensor) -> float:
     """Return the error of a layer: the root mean square over rows, as a share of what the layer adds to a row.
 
-    A row may be many times what the layer adds to it; what rounding takes from it is allowed besides.
+    A row may be many times larger than what the layer adds to it, so the rounding error of the row is allowed too.
     """
     rounding = torch.finfo(expected.dtype).eps / ALLOWED[expected.dtype]
     result, expected, before = (tensor.double() for tensor in (result, expected, before))

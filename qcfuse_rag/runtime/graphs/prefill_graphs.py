@@ -74,7 +74,7 @@ class PrefillRunner:
         self._candidate_views = candidate_views or (lambda model: [model])
         self._graphs: dict[int, LayerGraphs] = {}
         self._lock = threading.Lock()
-        self.refusal: str | None = "they are recorded by `compile`"
+        self.refusal: str | None = "compile() has not been called"
         self.replayed = 0
 
     @torch.inference_mode()

@@ -168,10 +168,10 @@ def recording_refusal(record: Callable[[], Sequence[ErrorBound]]) -> str | None:
         off = [bound.error for bound in bounds if not bound.error <= bound.allowed]  # NaN fails, too
         if bounds and not off:
             worst = max(bounds, key=lambda bound: bound.error / bound.allowed)
-            LOG.info("recorded ones are off by %.2g at most, of %.2g allowed", worst.error, worst.allowed)
+            LOG.info("largest error of a recording: %.2g (limit %.2g)", worst.error, worst.allowed)
     except Exception as error:  # a model may do anything that cannot be recorded; it runs without graphs
-        return f"they cannot be recorded: {type(error).__name__}: {error}"
-    return f"recorded ones are off by {off[0]:.2g}" if off else None
+        return f"recording failed: {type(error).__name__}: {error}"
+    return f"the recording differs from the original by {off[0]:.2g}" if off else None
 
 
 def record_stream(result: Tensor) -> Tensor:

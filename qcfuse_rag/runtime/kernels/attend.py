@@ -1,10 +1,9 @@
 """The attention kernel: a streaming softmax of a block of rows over one part of the keys they may see.
 
-The streaming softmax is that of Dao et al., FlashAttention-2 (arXiv 2307.08691), with two changes. Each row has its
-position in the prompt, so the causal mask is computed in registers. A block of rows stops at the last key that any of
-its rows sees. Keys that all rows of a block see need no mask; these are most keys, because the rows of a block are near
-one another in a long prompt. With a window every key is masked. The query heads that share a key head are laid out
-along the rows, so that each key is read once for all of them.
+The streaming softmax is that of Dao et al., FlashAttention-2 (arXiv 2307.08691). It differs from that kernel in three
+ways. (1) Each row has its own position; the kernel computes the causal mask from it. (2) A block of rows stops at the
+last key that any of its rows sees; keys that all rows see are not masked. With a window every key is masked. (3) Query
+heads that share a key head are rows of one block, so each key is read once.
 """
 
 from __future__ import annotations

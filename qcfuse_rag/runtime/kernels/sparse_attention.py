@@ -34,7 +34,7 @@ from qcfuse_rag.runtime.kernels.launch import (
 from qcfuse_rag.runtime.kernels.limits import TOLERANCE, relative_error
 from qcfuse_rag.runtime.kernels.split_k import PartialResults, num_splits
 from qcfuse_rag.runtime.kv_table import KVTable
-from qcfuse_rag.runtime.reference_attention import explicit_attention
+from qcfuse_rag.runtime.reference_attention import explicit_attention, seen_keys
 from qcfuse_rag.runtime.rows import AttentionParams
 
 LOG = logging.getLogger(__name__)
@@ -241,6 +241,5 @@ def sparse_attention_reference(
     params: AttentionParams,
 ) -> Tensor:
     """Compute what `sparse_attention` does in float32 with a mask; the arguments are the same."""
-    distance = rows[:, None] - torch.arange(key.shape[2], device=key.device)[None, :]
-    visible = distance >= 0 if params.window is None else (distance >= 0) & (distance < params.window)
+    visible = seen_keys(rows, torch.arange(key.shape[2], device=key.device), params.window)
     return explicit_attention(query.float(), key.float(), value.float(), visible, params).transpose(1, 2)

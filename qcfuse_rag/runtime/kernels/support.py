@@ -30,9 +30,10 @@ def kernels_available(device: torch.device, dtype: torch.dtype, dim: int) -> boo
         return False  # not cached: the next call may have enough memory for the check
 
 
-def supports_kernels(query: Tensor, key: Tensor) -> bool:
+def supports_kernels(query: Tensor, key_or_value: Tensor) -> bool:
     """Return whether the kernels attend with these queries and keys or values; otherwise torch does."""
-    return len(query) == 1 and kernels_available(query.device, query.dtype, max(query.shape[-1], key.shape[-1]))
+    dim = max(query.shape[-1], key_or_value.shape[-1])
+    return len(query) == 1 and kernels_available(query.device, query.dtype, dim)
 
 
 def supports_placement(chunk_numbers: str, device: torch.device) -> bool:

@@ -52,7 +52,9 @@ class PinnedRing:
         if size > len(self._memory):
             return None
         if self._next + size > len(self._memory):
-            self._await_oldest(self._next, len(self._memory))  # of the lap before, or they would hide this lap's
+            # Wait for the previous lap's copies at the ring's end; otherwise they stay ahead of this lap's copies in
+            # the queue.
+            self._await_oldest(self._next, len(self._memory))
             self._next = 0
         start, self._next = self._next, self._next + size
         self._await_oldest(start, start + size)
@@ -68,7 +70,7 @@ class PinnedRing:
     def hold_until(self, staged: Tensor, done: CopyEvent) -> None:
         """Keep a copy that `copy` returned until the device is done with it."""
         if not staged.nbytes:
-            return  # an empty range overlaps none, and would hide those behind it
+            return  # an empty range overlaps no other, so waiting would stop at it
         start = staged.data_ptr() - self._memory.data_ptr()
         self._in_use.append((start, start + aligned_size(staged), done))
 
@@ -92,8 +94,8 @@ class TransferLink:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ring = PinnedRing(torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True))
-        # Of high priority: torch hands those out of another pool than the streams of graphs, whose workspaces are freed
-        # with them.
+        # High priority: torch takes such streams from another pool than graph streams, so freeing graphs does not free
+        # this stream's workspace.
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.lock = threading.Lock()
 
@@ -179,7 +181,7 @@ class TransferHandle:
     Attributes:
         device: the target device.
         tensors: the tensors on the device; not to be used before `receive`.
-        nbytes: bytes of those that were copied.
+        nbytes: bytes that were copied.
         copied: recorded on the device after the copies.
         computed: recorded on the device after the tensors that the reading thread computed there.
     """

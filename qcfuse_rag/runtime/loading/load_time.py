@@ -43,7 +43,7 @@ class LoadTimes:
 
 
 @torch.inference_mode()
-def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener | None = None) -> LoadTimes | None:
+def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener) -> LoadTimes | None:
     """Return the median times of loading a token; None if no passage can be read.
 
     Passages are loaded as a request loads them, some at a time. If there is a tier in memory, they are copied as it
@@ -56,7 +56,6 @@ def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener
         store: the store, whose entries stay as they are.
         transfers: opens the transfers by which requests load.
     """
-    transfers = transfers or TransferOpener(lm)
     nearest = store.tiers[0] if len(store.tiers) > 1 else None
     memory = nearest if isinstance(nearest, MemoryStore) else None
     try:

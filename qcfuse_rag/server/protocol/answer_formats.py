@@ -51,7 +51,7 @@ class ChatFormat:
         return _choice(last, {"message": message}, _content(all_logprobs(events)), last.finish_reason)
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
-        """Return the choices of an event: its text, behind the role if it is an answer's first; the end of an answer.
+        """Return the choices of an event: its text, after the role if it is an answer's first; the end of an answer.
 
         Further fields of a chunk, such as tool calls, are in the choice with the finish reason.
         """

@@ -17,7 +17,7 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.server.protocol.client_passages import marked_passages
+from qcfuse_rag.server.protocol.client_passages import delimited_passages
 from qcfuse_rag.server.protocol.generation_request import MAX_TOP_LOGPROBS, FailFastList, GenerationRequest
 
 
@@ -186,10 +186,13 @@ class ChatRequest(GenerationRequest):
         return texts[-1], texts[-2] if len(texts) > 1 else None
 
     @property
-    def marked_passages(self) -> list[str]:
+    def delimited_passages(self) -> list[str]:
         """The passages that the client has put into messages itself, see `client_passages`."""
         return [
-            text for message in self.messages if message.role != "assistant" for text in marked_passages(message.text)
+            text
+            for message in self.messages
+            if message.role != "assistant"
+            for text in delimited_passages(message.text)
         ]
 
     def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> Prompt:
@@ -198,8 +201,8 @@ class ChatRequest(GenerationRequest):
             _ = self.questions  # raises if there is none
         turns = [message.turn() for message in self.messages]
         kwargs = self._template_kwargs(engine.prompts.variables)
-        form = self.to_response_format(shows_tools=engine.prompts.shows_tools)
-        return form.prompt(engine, turns, passages, chat_template_kwargs=kwargs)
+        response_format = self.to_response_format(shows_tools=engine.prompts.shows_tools)
+        return response_format.prompt(engine, turns, passages, chat_template_kwargs=kwargs)
 
     def _template_kwargs(self, variables: frozenset[str]) -> dict[str, Any]:
         """Return the variables that the request sets, of those that the model's chat template reads.

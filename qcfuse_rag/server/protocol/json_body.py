@@ -89,5 +89,5 @@ def count_tokens(body: bytes) -> int:
         texts = body[start:stop].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside_strings = texts[quotes % 2 :: 2]
         quotes += len(texts) - 1
-        others += sum(text.count(mark) for text in outside_strings for mark in (b",", b"[", b"{"))
+        others += sum(text.count(character) for text in outside_strings for character in (b",", b"[", b"{"))
     return quotes // 2 + others

@@ -14,7 +14,7 @@ class Answer {
     this.text = "";
     this.firstToken = null;
     this.root.querySelector("h4").textContent = title;
-    this.part("clock").textContent = "Waits for the other answer, so that neither slows the other.";
+    this.part("clock").textContent = "Waiting for the first answer to finish.";
     turn.querySelector(".answers").append(this.root);
   }
 

@@ -16,9 +16,9 @@ export function showReport(bar, counts, report) {
   const listed = parts.filter((part) => part.tokens > 0);
   bar.replaceChildren(
     ...listed.map((part) => {
-      const stretch = element("span", { class: part.outcome });
-      stretch.style.flexGrow = part.tokens;
-      return stretch;
+      const segment = element("span", { class: part.outcome });
+      segment.style.flexGrow = part.tokens;
+      return segment;
     }),
   );
   const words = listed.map((part) => `${count(part.tokens)} ${part.words}`).join(", ");
@@ -75,7 +75,7 @@ function sectionOf(section, score) {
   const text = element("div", { class: "text", tabindex: "0", role: "group", "aria-label": section.heading });
   text.append(...section.pieces.map(([outcome, words]) => piece(outcome, words)));
   shown.append(text);
-  if (section.stretches.length) shown.append(...stretchesOf(section, score));
+  if (section.stretches.length) shown.append(...spansOf(section, score));
   return shown;
 }
 
@@ -83,10 +83,10 @@ function piece(outcome, words) {
   return element(outcome === "recomputed" ? "mark" : "span", { class: outcome }, words);
 }
 
-function stretchesOf(section, score) {
+function spansOf(section, score) {
   const order = score === null ? "in their order" : "those with the highest score first";
-  const items = section.stretches.map((stretch) =>
-    element("li", {}, element("q", {}, stretch.text), " ", element("span", { class: "muted" }, stretch.why)),
+  const items = section.stretches.map((span) =>
+    element("li", {}, element("q", {}, span.text), " ", element("span", { class: "muted" }, span.why)),
   );
   const shown = [element("p", { class: "muted" }, `The recomputed stretches, ${order}:`), element("ol", {}, ...items)];
   if (section.more_stretches) shown.push(element("p", { class: "muted" }, `and ${count(section.more_stretches)} more.`));

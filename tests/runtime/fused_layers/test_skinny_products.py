@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from qcfuse_rag.runtime.fused_layers import skinny_products
 from qcfuse_rag.runtime.fused_layers.few_row_products import few_row_products
 from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS
-from qcfuse_rag.runtime.fused_layers.skinny_products import MAX_ROWS, gate_projected, projected, takes
+from qcfuse_rag.runtime.fused_layers.skinny_products import MAX_ROWS, gate_projected, projected, supports
 from tests.support.recorders import DEVICE
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -62,14 +62,14 @@ def test_gates_and_values_are_multiplied_together(n_rows: int, activation: str, 
 
 def test_other_rows_and_weights_are_left_to_the_library() -> None:
     few, own = torch.zeros(MAX_ROWS, 64, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
-    assert takes(few, [own, own])
-    assert takes(few[None, :1], [own])
-    assert not takes(torch.zeros(MAX_ROWS + 1, 64, dtype=torch.bfloat16), [own])
-    assert not takes(few[:0], [own])
-    assert not takes(few.float(), [own.float()]), "matrix units are for half precision"
-    assert not takes(few, [own, own.half()])
-    assert not takes(few, [own[:, :32]])
-    assert not takes(few, [torch.zeros(64, 32, dtype=torch.bfloat16).T])
+    assert supports(few, [own, own])
+    assert supports(few[None, :1], [own])
+    assert not supports(torch.zeros(MAX_ROWS + 1, 64, dtype=torch.bfloat16), [own])
+    assert not supports(few[:0], [own])
+    assert not supports(few.float(), [own.float()]), "matrix units are for half precision"
+    assert not supports(few, [own, own.half()])
+    assert not supports(few, [own[:, :32]])
+    assert not supports(few, [torch.zeros(64, 32, dtype=torch.bfloat16).T])
 
 
 @torch.inference_mode()

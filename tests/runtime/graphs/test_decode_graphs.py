@@ -128,9 +128,9 @@ def test_threads_share_recorded_steps(tokenizer: PreTrainedTokenizerFast) -> Non
 @pytest.mark.parametrize(
     ("recorder", "reason"),
     [
-        (Failing(), "cannot be recorded: RuntimeError: called"),
-        (Remembering(), "are off by"),
-        (Nonsense(), "are off by nan"),
+        (Failing(), "recording failed: RuntimeError: called"),
+        (Remembering(), "differs from the original by"),
+        (Nonsense(), "differs from the original by nan"),
     ],
     ids=["failing", "remembering", "nonsense"],
 )
@@ -184,4 +184,4 @@ def test_steps_that_do_not_write_their_keys_are_not_recorded(
     seams.KERNELS["append"](monkeypatch, lambda *_: None)
     steps = DecodeRunner(model_of("llama", tokenizer), CountingRecorder())
     steps.compile(requests=(1,))
-    assert "are off by nan" in str(steps.refusal)
+    assert "differs from the original by nan" in str(steps.refusal)

@@ -25,6 +25,7 @@ from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.graphs.prefill_graphs import ROWS, PrefillRunner
 from qcfuse_rag.runtime.graphs.recorder import Recorder
+from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
 from qcfuse_rag.runtime.model_views import HookedLayer
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
@@ -330,7 +331,7 @@ def test_without_memory_for_many_rows_fewer_are_recorded(
         passes.compile(rows=(4, 8, 16))
     assert passes.refusal is None
     for size in (16, 8):
-        assert f"{size}: they cannot be recorded: OutOfMemoryError: no room" in caplog.text
+        assert f"{size}: recording failed: OutOfMemoryError: no room" in caplog.text
     compared = passes.replayed
     for rows, replayed in ((on_device(2, 8), 1), (on_device(1, 2, 3, 4, 8), 0)):
         launch_buffer, replay_buffer = two_buffers(lm, 9)
@@ -358,7 +359,7 @@ def test_without_memory_to_check_kernels_nothing_is_recorded(
 def test_recorded_passes_are_timed_once_they_are_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = model_of("llama", tokenizer)
     passes = PrefillRunner(lm, AgainAndAgain())
-    measured = MeasuredCosts(lm, MemoryStore(), passes)
+    measured = MeasuredCosts(lm, MemoryStore(), passes, TransferOpener(lm))
     assert measured().recorded_pass_s is None
     passes.compile(rows=(16,))
     before = passes.replayed
@@ -371,10 +372,10 @@ def test_recorded_passes_are_timed_once_they_are_recorded(tokenizer: PreTrainedT
 @pytest.mark.parametrize(
     ("recorder", "reason"),
     [
-        (Failing(), "cannot be recorded: RuntimeError: called"),
-        (Remembering(), "are off by"),
-        (Spoiling(), "are off by nan"),
-        (Forgetful(), "are off by"),
+        (Failing(), "recording failed: RuntimeError: called"),
+        (Remembering(), "differs from the original by"),
+        (Spoiling(), "differs from the original by nan"),
+        (Forgetful(), "differs from the original by"),
     ],
     ids=["failing", "remembering", "spoiling", "forgetful"],
 )
@@ -447,4 +448,4 @@ def test_passes_that_do_not_write_their_keys_are_not_recorded(
     seams.KERNELS["append"](monkeypatch, lambda *_: None)
     passes = PrefillRunner(model_of("llama", tokenizer), CountingRecorder())
     passes.compile(rows=(8,))
-    assert "are off by nan" in str(passes.refusal)
+    assert "differs from the original by nan" in str(passes.refusal)

@@ -40,8 +40,15 @@ from qcfuse_rag.integrations import (
     warn_unused,
 )
 
-SCALAR_SETTINGS = ("max_new_tokens", "temperature", "seed", "fidelity", *SAMPLING_SETTINGS)
-CALL_SETTINGS = (*SCALAR_SETTINGS, "logprobs", "top_logprobs", "stop", "response_format", "chat_template_kwargs")
+CALL_SETTINGS = (
+    "max_new_tokens",
+    *SAMPLING_SETTINGS,
+    "logprobs",
+    "top_logprobs",
+    "stop",
+    "response_format",
+    "chat_template_kwargs",
+)
 
 PromptFactory = Callable[[FusionEngine], Prompt]
 """Builds a prompt once the engine is loaded."""
@@ -96,19 +103,12 @@ class QCFuseLLM(EngineSettings, CustomLLM):
 
     def sampling(self, **kwargs: Any) -> SamplingParams:
         """Return the sampling settings; keyword arguments of one call replace the fields."""
-        options = {
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            **{name: getattr(self, name) for name in SAMPLING_SETTINGS},
-            "seed": self.seed,
-            "fidelity": self.fidelity,
-            "logprobs": self.top_count(kwargs),
-            "stop": tuple(self.stop),
-            **{name: kwargs[name] for name in SCALAR_SETTINGS if kwargs.get(name) is not None},
-        }
-        if kwargs.get("stop"):
-            options["stop"] = (kwargs["stop"],) if isinstance(kwargs["stop"], str) else tuple(kwargs["stop"])
-        return SamplingParams(**options)
+        limit = kwargs.get("max_new_tokens")
+        return self.sampling_params(
+            kwargs,
+            max_new_tokens=self.max_new_tokens if limit is None else limit,
+            stop=kwargs.get("stop") or self.stop,
+        )
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -208,45 +208,45 @@ class QCFuseLLM(EngineSettings, CustomLLM):
 
     def answer(self, build: PromptFactory, kwargs: dict[str, Any]) -> CompletionResponse:
         """Answer a prompt, and report its prefill to LlamaIndex's instrumentation."""
-        answer = self.ask(build, kwargs)
+        request = self.ask(build, kwargs)
         try:
-            answer.result()
+            request.result()
         finally:
-            finish(answer)
-        return self._completion(answer, kwargs)
+            finish(request)
+        return self._completion(request, kwargs)
 
     async def aanswer(self, build: PromptFactory, kwargs: dict[str, Any]) -> CompletionResponse:
         """Answer a prompt like `answer` without blocking the event loop; cancelling the task cancels the request."""
-        answer = await self.aask(build, kwargs)
+        request = await self.aask(build, kwargs)
         try:
-            await answer.aresult()
+            await request.aresult()
         finally:
-            finish(answer)
-        return self._completion(answer, kwargs)
+            finish(request)
+        return self._completion(request, kwargs)
 
-    def read(self, answer: RequestHandle, kwargs: dict[str, Any]) -> Iterator[AnswerPiece]:
+    def read(self, request: RequestHandle, kwargs: dict[str, Any]) -> Iterator[AnswerPiece]:
         """Yield the text and the reasoning of a queued prompt as they come, and report its prefill."""
-        reader = self._reader(answer, kwargs)
+        reader = self._reader(request, kwargs)
         try:
-            for piece in answer:
-                if any(read := reader.push(piece)):
-                    yield read
+            for text in request:
+                if any(piece := reader.push(text)):
+                    yield piece
         finally:
-            finish(answer)
-        assert answer.generation is not None
-        yield reader.finish(answer.generation)[0]
+            finish(request)
+        assert request.generation is not None
+        yield reader.finish(request.generation)[0]
 
-    async def aread(self, answer: RequestHandle, kwargs: dict[str, Any]) -> AsyncGenerator[AnswerPiece, None]:
+    async def aread(self, request: RequestHandle, kwargs: dict[str, Any]) -> AsyncGenerator[AnswerPiece, None]:
         """Yield text and reasoning like `read` without blocking the event loop."""
-        reader = self._reader(answer, kwargs)
+        reader = self._reader(request, kwargs)
         try:
-            async for piece in answer:
-                if any(read := reader.push(piece)):
-                    yield read
+            async for text in request:
+                if any(piece := reader.push(text)):
+                    yield piece
         finally:
-            finish(answer)
-        assert answer.generation is not None
-        yield reader.finish(answer.generation)[0]
+            finish(request)
+        assert request.generation is not None
+        yield reader.finish(request.generation)[0]
 
     def _request(self, build: PromptFactory, kwargs: dict[str, Any]) -> AnswerRequest:
         warn_unused(kwargs, CALL_SETTINGS)
@@ -254,9 +254,9 @@ class QCFuseLLM(EngineSettings, CustomLLM):
         response_format = _response_format(kwargs)
         return lambda engine: (build(engine), response_format.sampling(sampling, engine.lm.tokenizer))
 
-    def _reader(self, answer: RequestHandle, kwargs: dict[str, Any]) -> ResponseReader:
+    def _reader(self, request: RequestHandle, kwargs: dict[str, Any]) -> ResponseReader:
         """Return a reader of an answer; the model is loaded by now."""
-        return ResponseReader(self.engine.lm.tokenizer, _response_format(kwargs), answer.prompt)
+        return ResponseReader(self.engine.lm.tokenizer, _response_format(kwargs), request.prompt)
 
     def _text(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> PromptFactory:
         to_prompt = self.completion_to_prompt
@@ -276,27 +276,27 @@ class QCFuseLLM(EngineSettings, CustomLLM):
         return lambda engine: engine.prompt_from_text(conversation, **_template_kwargs(kwargs))
 
     def _completions(self, build: PromptFactory, kwargs: dict[str, Any]) -> CompletionResponseGen:
-        answer, text, reasoning = self.ask(build, kwargs), "", ""
-        for piece in self.read(answer, kwargs):
+        request, text, reasoning = self.ask(build, kwargs), "", ""
+        for piece in self.read(request, kwargs):
             text, reasoning = text + piece.text, reasoning + piece.reasoning
-            thoughts = reasoning_kwargs(reasoning, piece.reasoning)
-            yield CompletionResponse(text=text, delta=piece.text, additional_kwargs=thoughts)
-        yield self._completion(answer, kwargs).model_copy(update={"delta": ""})
+            extra = reasoning_kwargs(reasoning, piece.reasoning)
+            yield CompletionResponse(text=text, delta=piece.text, additional_kwargs=extra)
+        yield self._completion(request, kwargs).model_copy(update={"delta": ""})
 
     async def _acompletions(self, build: PromptFactory, kwargs: dict[str, Any]) -> CompletionResponseAsyncGen:
-        answer, text, reasoning = await self.aask(build, kwargs), "", ""
-        async with aclosing(self.aread(answer, kwargs)) as pieces:
+        request, text, reasoning = await self.aask(build, kwargs), "", ""
+        async with aclosing(self.aread(request, kwargs)) as pieces:
             async for piece in pieces:
                 text, reasoning = text + piece.text, reasoning + piece.reasoning
-                thoughts = reasoning_kwargs(reasoning, piece.reasoning)
-                yield CompletionResponse(text=text, delta=piece.text, additional_kwargs=thoughts)
-        yield self._completion(answer, kwargs).model_copy(update={"delta": ""})
+                extra = reasoning_kwargs(reasoning, piece.reasoning)
+                yield CompletionResponse(text=text, delta=piece.text, additional_kwargs=extra)
+        yield self._completion(request, kwargs).model_copy(update={"delta": ""})
 
-    def _completion(self, answer: RequestHandle, kwargs: dict[str, Any]) -> CompletionResponse:
+    def _completion(self, request: RequestHandle, kwargs: dict[str, Any]) -> CompletionResponse:
         """Return a finished answer with its token counts; its reasoning is apart from its text."""
-        assert answer.generation is not None
-        _, response = self._reader(answer, kwargs).finish(answer.generation)
-        usage = answer.generation.usage
+        assert request.generation is not None
+        _, response = self._reader(request, kwargs).finish(request.generation)
+        usage = request.generation.usage
         counts = {
             "prompt_tokens": usage.input_tokens,
             "completion_tokens": usage.output_tokens,
@@ -304,8 +304,8 @@ class QCFuseLLM(EngineSettings, CustomLLM):
         }
         return CompletionResponse(
             text=response.content,
-            raw=answer.generation.to_dict(),
-            logprobs=logprobs_of(answer.generation, self.engine.lm.tokenizer),
+            raw=request.generation.to_dict(),
+            logprobs=logprobs_of(request.generation, self.engine.lm.tokenizer),
             additional_kwargs={**counts, **reasoning_kwargs(response.reasoning)},
         )
 

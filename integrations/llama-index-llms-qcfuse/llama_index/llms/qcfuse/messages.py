@@ -34,19 +34,19 @@ def turn_of(message: ChatMessage) -> dict[str, Any]:
     Raises:
         ValueError: if it has a block of another type than text, such as an image or a tool call.
     """
-    texts, thoughts = list[str](), list[str]()
+    texts, reasoning_texts = list[str](), list[str]()
     for block in message.blocks:
         kind: str = block.block_type
         if kind == TEXT:
             texts.append(block.text)
         elif kind == THINKING:
-            thoughts.append(block.content or "")
+            reasoning_texts.append(block.content or "")
         elif kind == CITABLE:
             texts += [turn_of(ChatMessage(role=message.role, blocks=block.content))["content"]]
         elif kind not in SKIPPED:
             raise ValueError(f"the model reads text; leave out blocks of the type {kind}")
     turn = {"role": message.role.value, "content": "\n".join(texts)}
-    reasoning = "".join(thoughts) or message.additional_kwargs.get(REASONING_KEY)
+    reasoning = "".join(reasoning_texts) or message.additional_kwargs.get(REASONING_KEY)
     return {**turn, REASONING_KEY: reasoning} if reasoning else turn
 
 

@@ -15,7 +15,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 LOG = logging.getLogger(__name__)
 
 
-def same(own: Callable[..., Any], other: Callable[..., Any], *given: Tensor) -> bool:
+def agree(own: Callable[..., Any], other: Callable[..., Any], *given: Tensor) -> bool:
     """Return whether both functions return the same for the same arguments; False if one of them raises."""
     try:
         pairs = list(zip(_listed(own(*given)), _listed(other(*given)), strict=True))
