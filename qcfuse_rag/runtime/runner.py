@@ -36,7 +36,8 @@ class ModelRunner:
         load_limit_s: most seconds that a request waits for the store in total; chunks that have not arrived by then
             are computed. None sets no limit.
         overlap: load the stored layers while passes compute; False loads all of them before the first pass.
-        max_spare_bytes: most bytes of unused host memory to keep for the buffers of later requests; 0 turns the pool off.
+        max_spare_bytes: most bytes of unused host memory to keep for the buffers of later requests; 0 turns the pool
+            off.
 
     Attributes:
         prefills: computes rows of a prompt.
