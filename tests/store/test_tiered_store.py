@@ -122,7 +122,7 @@ def test_a_disk_that_fails_under_a_chunk_is_a_miss_and_nothing_is_removed(
         found = store.far.get(KEY)
         assert isinstance(found, ChunkKV)
         with monkeypatch.context() as patch:
-            patch.setattr(found.blocks._source, "read", broken)  # type: ignore[attr-defined]
+            patch.setattr(found.blocks._entry, "read", broken)  # type: ignore[attr-defined]
             patch.setattr(store.far, "get", lambda key: found)
             assert store.get(KEY) == Miss("cannot be read: [Errno 5] Input/output error")
         assert_same(store.get(KEY), example_chunk())

@@ -66,11 +66,11 @@ def kvsharearena(
     QUESTIONS is a file of its data/queryset, such as hotpotqa_n100.jsonl or agent_reports/hotpotqa_notes.jsonl. The
     wording comes from --assets, by default kvsharearena/assets of the same checkout. The first --size questions of at
     most --most-tokens prompt tokens are answered greedily without passages (the arena's floor), with full prefill, and
-    with each of --methods. The first of them is the reference of differences. PGR = (method - floor) / (full - floor), of mean word
-    F1; intervals are the arena's paired bootstrap over questions. The table also has the share of passage tokens that
-    are computed (recomputed), the computed rows of all layers over full prefill's (work), the median of the paired
-    ratios of times to first token with ready caches (time of full), and the number of questions that a method computed
-    in full.
+    with each of --methods. The first of them is the reference of differences. PGR = (method - floor) / (full - floor),
+    of mean word F1; intervals are the arena's paired bootstrap over questions. The table also has the share of passage
+    tokens that are computed (recomputed), the computed rows of all layers over full prefill's (work), the median of the
+    paired ratios of times to first token with ready caches (time of full), and the number of questions that a method
+    computed in full.
     """
     arena = read_questions(questions)
     checkout = questions.resolve().parents[2 if arena.track == "re" else 3]
