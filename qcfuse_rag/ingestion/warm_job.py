@@ -236,15 +236,18 @@ class WarmJob:
         )
 
     def _estimate_seconds(self, split: WorkSplit) -> float:
-        """Prefill the middle batch, and return the estimated seconds for all of the work."""
+        """Prefill the primer and the middle batch, and return the estimated seconds for all of the work."""
         if not split.work:
             return 0.0
         batches = list(self._plan_batches(split.work))
         middle = batches[len(batches) // 2]
         system_prefix = self._prefiller.system_prefix(store=False)
         started = time.perf_counter()
+        if any(chunk.base.primed for chunk in split.work):
+            _ = self._target.primed_prefix  # computed once for all batches
+        begun = time.perf_counter()
         self._prefiller.compute(middle, system_prefix)
-        return (time.perf_counter() - started) / middle.tokens * split.tokens
+        return begun - started + (time.perf_counter() - begun) / middle.tokens * split.tokens
 
 
 def with_prerequisites(bases: Iterable[Base]) -> tuple[Base, ...]:

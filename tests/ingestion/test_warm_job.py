@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from array import array
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +18,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.ingestion.batch_plan import batches_by_length, plan_batches
+from qcfuse_rag.ingestion.prefill import prefill_chunk
 from qcfuse_rag.ingestion.target import PendingChunk, PrefillTarget
 from qcfuse_rag.ingestion.token_ranking import instruction_ids
 from qcfuse_rag.ingestion.warm_job import WarmJob
@@ -54,6 +57,19 @@ def test_a_plan_is_what_the_run_then_does(engine: FusionEngine) -> None:
     assert abs(plan.size_bytes - grown) < 0.1 * grown
     assert plan.seconds is not None
     assert 0 < plan.seconds < 60
+
+
+def test_the_primer_counts_once_in_a_plans_time(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*args: Any, **options: Any) -> ChunkKV:
+        time.sleep(0.5)
+        return prefill_chunk(*args, **options)
+
+    engine = make_engine(llama, MemoryStore(), method=make_method("auto"))
+    job = engine.corpus.warm_job(ids_of(engine, MANY), bases=(PRIMED,), batch_tokens=1)
+    seams.primer_prefill(monkeypatch, slow)
+    plan = job.plan(measure=True)
+    assert plan.seconds is not None
+    assert 0.5 < plan.seconds < 2, "of 12 batches one is measured"
 
 
 def test_a_plan_of_an_empty_store_does_not_store_the_system_prefix(engine: FusionEngine) -> None:

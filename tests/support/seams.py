@@ -88,6 +88,7 @@ fused_model = _seam("qcfuse_rag.runtime.language_model.fused_view_first")
 decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.decode_graphs.CHECKED_POSITIONS")
 
 batches_per_window = _seam("qcfuse_rag.ingestion.batch_plan.BATCHES_PER_WINDOW")
+primer_prefill = _seam("qcfuse_rag.ingestion.target.prefill_chunk")
 enrichment_prefill = _seam("qcfuse_rag.ingestion.enrichment.prefill_chunks")
 
 sampler = _seam("qcfuse_rag.engine.engine.Sampler")
