@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from qcfuse_rag.cli.bench import bench_app
-from qcfuse_rag.cli.console import ERR, OUT, print_json, quiet_libraries, with_full_stop
+from qcfuse_rag.cli.console import ERR, OUT, error_text, print_json, quiet_libraries, shows_tracebacks, with_full_stop
 from qcfuse_rag.cli.measuring_options import PlanOptions, ProfileOptions, VerifyOptions
 from qcfuse_rag.cli.options import (
     AskOptions,
@@ -33,7 +33,6 @@ from qcfuse_rag.cli.options import (
     expand_options,
 )
 from qcfuse_rag.cli.store import store_app
-from qcfuse_rag.errors import QCFuseError
 
 INTERRUPTED = 130  # exit code of a command that Ctrl-C stopped
 
@@ -268,15 +267,12 @@ def _require_library(folder: Path) -> None:
 def main() -> None:
     """Run the command line; an error is one line and exit code 1, with a traceback only under `--debug`."""
     quiet_libraries()
-    debug = "--debug" in sys.argv
     try:
         app(args=[argument for argument in sys.argv[1:] if argument != "--debug"])
     except Exception as error:
-        if debug:
+        if shows_tracebacks():
             raise
-        known = isinstance(error, (QCFuseError, ValueError, OSError))
-        text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
-        ERR.print(f"[red]error:[/red] {escape(with_full_stop(text))}", highlight=False, soft_wrap=True)
+        ERR.print(f"[red]error:[/red] {escape(with_full_stop(error_text(error)))}", highlight=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         ERR.print(_interruption())

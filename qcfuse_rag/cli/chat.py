@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qcfuse_rag.cli.ask import print_answer
-from qcfuse_rag.cli.console import ERR, print_line, print_note
+from qcfuse_rag.cli.console import ERR, error_text, print_line, print_note, shows_tracebacks
 from qcfuse_rag.cli.library.session import LibraryAnswer, LibrarySession, open_session
 from qcfuse_rag.cli.options import AskOptions
-from qcfuse_rag.errors import PromptTooLong, QCFuseError
+from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.prompts.template import Message
 
 with suppress(ImportError):  # gives `input` line editing and, for this session only, the questions by arrow keys
@@ -120,7 +120,6 @@ def _uninterrupted(action: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print_line("\ninterrupted; the conversation goes on without this answer", ERR)
     except Exception as error:
-        if "--debug" in sys.argv:
+        if shows_tracebacks():
             raise
-        known = isinstance(error, (QCFuseError, OSError))
-        print_note("error:", str(error) if known else f"{type(error).__name__}: {error}", "red")
+        print_note("error:", error_text(error), "red")

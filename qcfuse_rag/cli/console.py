@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +17,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
+
+from qcfuse_rag.errors import QCFuseError
 
 UNSAFE_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\U000e0000-\U000e007f]"
@@ -52,6 +55,18 @@ def with_full_stop(text: str) -> str:
     """Return a message as a sentence that ends."""
     text = text.rstrip()
     return text if text.endswith((".", "!", "?", "…")) else f"{text}."
+
+
+def shows_tracebacks() -> bool:
+    """Return whether the command line has the flag `--debug`."""
+    return "--debug" in sys.argv
+
+
+def error_text(error: Exception) -> str:
+    """Return the message of an error, with its type if it is none of those that say what is wrong."""
+    if isinstance(error, (QCFuseError, ValueError, OSError)):
+        return str(error)
+    return f"{type(error).__name__}: {error} (--debug shows where)"
 
 
 def print_json(data: Mapping[str, Any]) -> None:

@@ -66,20 +66,20 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
         unread: list[str] = []
         passages = read_documents(engine, options, unread)
         require_passages(passages, options)
-        sources, texts = zip(*((source, text) for source in passages for text in passages[source]), strict=True)
-        chunk_ids = [engine.prompts.chunk_ids(text) for text in texts]
+        pairs = [(source, text) for source, texts in passages.items() for text in texts]
+        chunk_ids = [engine.prompts.chunk_ids(text) for _, text in pairs]
         plan = engine.corpus.warm_job(chunk_ids, batch_tokens=options.batch_tokens).plan(
             measure=True, limit_bytes=limit
         )
-    failed = [(sources[index], reason) for index, reason in plan.failed]
+    failed = [(pairs[index][0], reason) for index, reason in plan.failed]
     documents = _count_with_text(passages)
     free = shutil.disk_usage(library if library.exists() else Path.cwd()).free
     if as_json:
-        counts = {"documents": documents, "passages": len(texts), "unread": unread}
+        counts = {"documents": documents, "passages": len(pairs), "unread": unread}
         print_json({**counts, **plan.to_dict(), "failed": failed, "disk_free_bytes": free})
         return
     print_line(
-        f"{documents} documents, {len(texts)} passages: {plan.to_warm} caches to prefill ({plan.tokens:,} tokens), "
+        f"{documents} documents, {len(pairs)} passages: {plan.to_warm} caches to prefill ({plan.tokens:,} tokens), "
         f"{plan.present} there already"
     )
     OUT.print(f"would take {size(plan.size_bytes)} of {size(free)} free, and about {duration(plan.seconds or 0.0)}")

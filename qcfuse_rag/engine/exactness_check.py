@@ -185,7 +185,8 @@ def _rounding_error(lm: LanguageModel, ids: Sequence[int], plain: Tensor) -> flo
     except Exception as error:  # some formats of weights convert to nothing else
         LOG.info("the model does not run in float32: %s: %s", type(error).__name__, error)
         return 0.0
-    return _difference(plain, logits)
+    difference = _difference(plain, logits)
+    return difference if math.isfinite(difference) else 0.0
 
 
 def _segment_tokens(lm: LanguageModel) -> int:

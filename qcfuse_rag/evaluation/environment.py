@@ -6,11 +6,19 @@ import platform
 import shlex
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.runtime.language_model import LanguageModel
+
+
+def require_json_name(out: Path) -> None:
+    """Refuse a file for results whose name does not end in `.json`: the table beside it would overwrite it."""
+    if out.suffix != ".json":
+        raise QCFuseError(f"the result is JSON, its table goes beside it: call it something.json, not {out}")
 
 
 def about_process(program: str) -> dict[str, Any]:

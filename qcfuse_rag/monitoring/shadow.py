@@ -167,7 +167,7 @@ class Shadow:
             self._method_ratio = ratio or self._method_ratio
         if raised is None or ratio is None or ratio >= raised:
             return requested
-        # What a verdict chose holds for its own ratio alone.
+        # A verdict's calibration and residuals are for the verdict's own ratio only.
         return replace(requested, budget=FixedRatio(raised), calibration=None, residuals=None)
 
     def note(self, prefilled: Prefilled, method: Method) -> None:

@@ -160,11 +160,11 @@ class ServedLibrary(Retriever):
     def _replace_index(self, index: PassageIndex) -> None:
         try:
             index.save(self._folder)
+            with self._retrieving:
+                self.index = index
             self._log.keep_only(passage.text for passage in index.passages)
         except OSError as error:
             raise StoreError(f"the library cannot be written: {error.strerror}") from error
-        with self._retrieving:
-            self.index = index
 
 
 def _split(splitting: TextSplitting, name: str, text: str) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel
 from qcfuse_rag.cli import ask
-from qcfuse_rag.cli.chat import Conversation
+from qcfuse_rag.cli.chat import Conversation, _uninterrupted
 from qcfuse_rag.cli.library.session import LibraryAnswer
 from qcfuse_rag.errors import PromptTooLong
 from tests.support.cli import Run
@@ -97,6 +97,14 @@ def test_a_question_that_never_fits_leaves_the_conversation_as_it_was() -> None:
     with pytest.raises(PromptTooLong):
         conversation.ask("too long")
     assert conversation.history == turns
+
+
+def test_an_unknown_error_does_not_end_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    _uninterrupted(fail)
+    assert "RuntimeError: no memory" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,3 +152,9 @@ def test_logits_that_are_no_numbers_never_pass(tolerance: float) -> None:
     check = exactness_check.ExactnessCheck(0.0, difference, 0.0, tolerance)
     assert not check.passed
     assert json.loads(json.dumps(check.to_dict(), allow_nan=False))["question_rows"] is None
+
+
+def test_a_float32_pass_without_numbers_widens_no_tolerance(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    nan = SimpleNamespace(logits=torch.full((1, 1, 4), float("nan")))
+    monkeypatch.setattr(exactness_check, "functional_call", lambda *_: nan)
+    assert exactness_check._rounding_error(lm, [1], torch.arange(4.0)) == 0

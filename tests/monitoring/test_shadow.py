@@ -132,7 +132,7 @@ def test_sustained_drift_is_answered(served: FusionEngine, on_drift: str, ratio:
 
 
 def test_a_raised_ratio_has_neither_calibration_nor_residuals(served: FusionEngine) -> None:
-    """What a verdict chose holds for its own ratio alone."""
+    """A verdict's calibration and residuals are for the verdict's own ratio only."""
     biases = ((0.5,) * served.lm.model.config.num_attention_heads,) * served.lm.n_layers
     calibration = Calibration(biases, hash_ids(served.prompts.prefix_ids))
     served.method = replace(QCFUSE, calibration=calibration, residuals=ResidualKernel())

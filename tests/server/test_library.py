@@ -291,6 +291,19 @@ async def test_a_removed_document_is_gone_and_others_stay(
     assert (again.status_code, "no document 'mill.md'" in error(again)) == (404, True)
 
 
+async def test_a_log_that_cannot_be_written_leaves_the_index_that_is_on_disk(
+    http: httpx.AsyncClient, library: ServedLibrary, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(texts: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(library._log, "keep_only", full)
+    response = await http.delete("/v1/documents/mill.md")
+    assert (response.status_code, "cannot be written" in error(response)) == (500, True)
+    assert "mill.md" not in library.index.by_source()
+    assert library.index.by_source() == PassageIndex.load(folder).by_source()
+
+
 async def test_names_may_have_slashes(http: httpx.AsyncClient) -> None:
     await add(http, {"/docs/a b.md": HARBOUR})
     assert (await http.delete("/v1/documents//docs/a%20b.md")).json()["passages"] == 1

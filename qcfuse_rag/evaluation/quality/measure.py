@@ -14,7 +14,7 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.evaluation.environment import about_run
+from qcfuse_rag.evaluation.environment import about_run, require_json_name
 from qcfuse_rag.evaluation.quality.configurations import NO_PASSAGES, configurations, method_name
 from qcfuse_rag.evaluation.quality.metrics import rouge_scorer
 from qcfuse_rag.evaluation.quality.offline import NeighbourPool, preparation_of
@@ -71,8 +71,7 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
     Records are kept in `{out}.partial.jsonl` as they come. A run with the same options continues from it, and a run
     with more methods adds to it; other data or another model is refused.
     """
-    if options.out.suffix != ".json":
-        raise QCFuseError(f"the result is JSON, its table goes beside it: call it something.json, not {options.out}")
+    require_json_name(options.out)
     if not options.datasets:
         raise QCFuseError("name a dataset, or several with commas")
     rouge_scorer()

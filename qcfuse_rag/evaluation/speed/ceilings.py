@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qcfuse_rag.models.fingerprint import plain_parts
 from qcfuse_rag.models.weights.packed_linear import PackedLinear
-from qcfuse_rag.runtime.device import finish, timed
+from qcfuse_rag.runtime.device import fastest_s, finish, timed
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 T = TypeVar("T")
@@ -47,13 +47,13 @@ def measure_ceilings(lm: LanguageModel) -> Ceilings:
     gpu = lm.device.type == "cuda"
     size, count = (8192, 1 << 28) if gpu else (1536, 1 << 25)
     left, right = (torch.randn(size, size, dtype=lm.dtype, device=lm.device) for _ in range(2))
-    product_s = min(seconds(lm, lambda: left @ right) for _ in range(SAMPLES))
+    product_s = fastest_s(lm.device, lambda: left @ right, SAMPLES)
     target, source = (torch.randn(count, device=lm.device) for _ in range(2))
-    memory = 2 * target.nbytes / min(seconds(lm, lambda: target.copy_(source)) for _ in range(SAMPLES))
+    memory = 2 * target.nbytes / fastest_s(lm.device, lambda: target.copy_(source), SAMPLES)
     loading = memory / 2  # a copy reads and writes each byte
     if gpu:
         host = torch.empty(count, pin_memory=True)
-        loading = target.nbytes / min(seconds(lm, lambda: target.copy_(host)) for _ in range(SAMPLES))
+        loading = target.nbytes / fastest_s(lm.device, lambda: target.copy_(host), SAMPLES)
     return Ceilings(2 * size**3 / product_s, memory, loading)
 
 

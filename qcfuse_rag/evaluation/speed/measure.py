@@ -24,7 +24,7 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.engine.first_passes import measure_overhead
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
-from qcfuse_rag.evaluation.environment import about_run
+from qcfuse_rag.evaluation.environment import about_run, require_json_name
 from qcfuse_rag.evaluation.quality.configurations import Configuration, configurations
 from qcfuse_rag.evaluation.speed.ceilings import (
     add_floors,
@@ -83,8 +83,8 @@ def run_speed(
     lm: LanguageModel, options: SpeedOptions, out: Path | None, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Measure and return plain data; write `out` after each context, with Markdown and a picture beside it."""
-    if out is not None and out.suffix != ".json":
-        raise QCFuseError(f"the result is JSON, its table goes beside it: call it something.json, not {out}")
+    if out is not None:
+        require_json_name(out)
     if not options.tiers:
         gpu = lm.device.type == "cuda"
         options = replace(options, tiers=("pinned", "device", "disk") if gpu else ("memory", "disk"))
