@@ -33,16 +33,18 @@ def test_everything_recomputed_is_full_prefill_and_less_is_not(
     app = typer.Typer()
     app.command()(to_command(ladder))
     out, plot = tmp_path / "ladder.json", tmp_path / "ladder.png"
-    arguments = [str(library), "--model", model_folder, "--ratios", "0.1,1", "--fit", "2", "--answer-tokens", "6"]
+    arguments = [str(library), "--model", model_folder, "--ratios", "0.1,1", "--residuals", "--fit", "2"]
+    arguments += ["--answer-tokens", "6"]
     shown = CliRunner().invoke(app, [*arguments, "--json", str(out), "--plot", str(plot)], catch_exceptions=False)
     assert shown.exit_code == 0
     figures = json.loads(out.read_text())["figures"]
-    assert list(figures) == ["0.1", "0.1 calibrated", "1", "1 calibrated"]
+    kinds = ("", " calibrated", " residuals", " residuals calibrated")
+    assert list(figures) == [ratio + kind for ratio in ("0.1", "1") for kind in kinds]
     assert all(len(values) == 2 for rung in figures.values() for values in rung.values())
-    for rung in ("1", "1 calibrated"):
+    for rung in (f"1{kind}" for kind in kinds):
         assert max(figures[rung]["answer_kl"]) < 1e-6
         assert figures[rung]["identical"] == [1.0, 1.0]
         assert figures[rung]["f1"] == figures[rung]["full_f1"]
     assert min(figures["0.1"]["answer_kl"]) > 1e-6
-    assert figures["0.1"]["answer_kl"] != figures["0.1 calibrated"]["answer_kl"]
+    assert len({tuple(figures[f"0.1{kind}"]["answer_kl"]) for kind in kinds}) == len(kinds)
     assert plot.stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""The ladder of `auto`: what each ratio, with and without a calibration, leaves of full prefill's answers."""
+"""The ladder of `auto`: what each ratio leaves of full prefill's answers, plain, with residuals, and calibrated."""
 
 from __future__ import annotations
 
@@ -34,9 +34,13 @@ Figures = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True, slots=True)
 class LadderOptions:
-    """The ratios, the number of prompts to fit a calibration on (0 for none), and the answer's token limit."""
+    """The ratios, whether residuals are tried too, the prompts to fit a calibration on, and the answer's token limit.
+
+    With `fit` 0 nothing is calibrated.
+    """
 
     ratios: tuple[float, ...]
+    residuals: bool
     fit: int
     answer_tokens: int
 
@@ -45,17 +49,19 @@ def ladder(
     run: StudyRun,
     files: DataFiles,
     ratios: str = "0.05,0.15,0.3",
+    residuals: bool = False,
     fit: int = 8,
     answer_tokens: int = 24,
     plot: Path | None = None,
 ) -> StudyResult:
     """Compare `auto` at several ratios, calibrated or not, with full prefill: on whole answers, and in time.
 
+    `residuals` tries each ratio with residuals too.
     Each file is a library of its own: calibrations are fitted on prompts made of its passages, never on its questions.
     Divergences run along full prefill's greedy answer, in nats a token. Differences are paired, with 95 % bootstrap
     intervals.
     """
-    options = LadderOptions(tuple(float(ratio) for ratio in ratios.split(",")), fit, answer_tokens)
+    options = LadderOptions(tuple(float(ratio) for ratio in ratios.split(",")), residuals, fit, answer_tokens)
     figures: Figures = {}
     with load_engine(files.model) as engine:
         name = engine.lm.name
@@ -74,11 +80,17 @@ def ladder(
 def _methods(engine: FusionEngine, samples: Sequence[Sample], options: LadderOptions) -> dict[str, Method]:
     """Return the methods to compare by name; calibrations are fitted on the samples' passages."""
     passages = list(dict.fromkeys(text for sample in samples for text in sample.passages))
-    plain = {f"{ratio:g}": make_method("auto", ratio=ratio, guard=False) for ratio in options.ratios}
+    uncalibrated = {
+        f"{ratio:g}{' residuals' if residuals else ''}": make_method(
+            "auto", ratio=ratio, residuals=residuals, guard=False
+        )
+        for ratio in options.ratios
+        for residuals in ((False, True) if options.residuals else (False,))
+    }
     methods: dict[str, Method] = {}
-    answers = ReferenceAnswers(engine, next(iter(plain.values())), lambda: None)
+    answers = ReferenceAnswers(engine, next(iter(uncalibrated.values())), lambda: None)
     to_fit = fit_cases(passages, options.fit)
-    for name, method in plain.items():
+    for name, method in uncalibrated.items():
         methods[name] = method
         if to_fit:
             methods[f"{name} calibrated"] = replace(method, calibration=answers.calibrate(to_fit, method))
@@ -114,11 +126,9 @@ def _f1(engine: FusionEngine, ids: Sequence[int], sample: Sample) -> float:
 
 
 def _table(figures: Figures) -> Table:
-    table = Table(
-        "ratio", "n", "KL", "less not calibrated", "first KL", "top-1", "identical", "F1 - full", "time of full"
-    )
+    table = Table("ratio", "n", "KL", "less plain", "first KL", "top-1", "identical", "F1 - full", "time of full")
     for name, values in figures.items():
-        plain = figures[name.removesuffix(" calibrated")]
+        plain = figures[name.split()[0]]
         table.add_row(
             name,
             str(len(values["answer_kl"])),
@@ -136,16 +146,15 @@ def _table(figures: Figures) -> Table:
 def _draw(figures: Figures, path: Path, model: str) -> None:
     """Draw identical answers against time to first token."""
     figure, axes = new_figure(7, 4.5)
-    for suffix, style in (("", "o-"), (" calibrated", "s--")):
-        points = [
-            (median(values["time_of_full"]), 100 * fmean(values["identical"]), name)
-            for name, values in figures.items()
-            if name.endswith(" calibrated") == bool(suffix)
-        ]
-        if points:
-            axes.plot([x for x, _, _ in points], [y for _, y, _ in points], style, label=f"auto{suffix}")
-            for x, y, name in points:
-                axes.annotate(name.removesuffix(" calibrated"), (x, y), textcoords="offset points", xytext=(5, -10))
+    series: dict[str, list[tuple[float, float, str]]] = {}
+    for name, values in figures.items():
+        ratio, _, kind = name.partition(" ")
+        point = (median(values["time_of_full"]), 100 * fmean(values["identical"]), ratio)
+        series.setdefault(f"auto {kind}", []).append(point)
+    for (label, points), style in zip(series.items(), ("o-", "s--", "^-", "v--"), strict=False):
+        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], style, label=label)
+        for x, y, ratio in points:
+            axes.annotate(ratio, (x, y), textcoords="offset points", xytext=(5, -10))
     axes.plot([1.0], [100.0], "k*", markersize=12, label="full prefill")
     axes.set_xlabel("median time to first token, as a share of full prefill's")
     axes.set_ylabel("answers identical to full prefill's, %")
