@@ -80,9 +80,9 @@ class RayWorkers:
         connect(self.address, self.runtime_env)
         workers = self.requiring_encryption() if encrypted else self
         remaining, arguments = iter(batches), (workers, lm.fingerprint.digest, prefix_ids, primer)
-        while window := [{"batch": batch_to_json(batch)} for batch in islice(remaining, BATCHES_AT_ONCE)]:
+        while inputs := [{"batch": batch_to_json(batch)} for batch in islice(remaining, BATCHES_AT_ONCE)]:
             rows = map_with_workers(
-                window,
+                inputs,
                 PrefillWorker,
                 arguments,
                 doing="warming",

@@ -88,7 +88,7 @@ class Corpus:
 
     def __init__(self, lm: LanguageModel, store: KVStore, prompts: PromptBuilder, method: Method) -> None:
         self._lm, self._store, self._prompts = lm, store, prompts
-        primer = primer_ids([prompts.chunk_ids(passage) for passage in PRIMER], lm.window.tokens)
+        primer = primer_ids([prompts.chunk_ids(passage) for passage in PRIMER], lm.context_window.tokens)
         self._target = PrefillTarget(lm, store, prompts.prefix_ids, primer)
         self._method = method
         self._sources: Sources | None = None

@@ -72,7 +72,7 @@ class FusionEngine:
     ) -> None:
         self.lm, self.store = lm, store
         self.method = method or choose_method()
-        self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate(), lm.window.tokens)
+        self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate(), lm.context_window.tokens)
         self.corpus = Corpus(lm, store, self.prompts, self.method)
         self._system_prefixes = SystemPrefixes(lm, store)
         self.runner = ModelRunner(lm, store, load_limit_s=load_limit_s)

@@ -193,7 +193,7 @@ def _segment_tokens(lm: LanguageModel) -> int:
     """Return the length of each of four segments: long enough to cross a sliding window, where that is affordable."""
     crossing = [window // 4 + SEGMENT_TOKENS for window in lm.sliding if window is not None]
     wanted = max([SEGMENT_TOKENS, *crossing])
-    limit = min(MAX_CHECK_TOKENS.get(lm.device.type, MAX_CHECK_TOKENS["cpu"]), lm.window.tokens)
+    limit = min(MAX_CHECK_TOKENS.get(lm.device.type, MAX_CHECK_TOKENS["cpu"]), lm.context_window.tokens)
     return wanted if 4 * wanted <= limit else SEGMENT_TOKENS
 
 

@@ -46,7 +46,7 @@ def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
     runner = _over_a_passage(runner, prompts)
     for n_passages, question_tokens, ratio in _prompt_shapes(runner.lm):
         prompt = _prompt(prompts, n_passages, question_tokens)
-        if len(prompt) + 2 <= runner.lm.window.tokens:
+        if len(prompt) + 2 <= runner.lm.context_window.tokens:
             method = make_method("prophetkv", ratio=ratio, base=FRAMED)
             prefilled = prefill(runner, prompt, method, answer_tokens=2)
             TextStream(runner, prefilled, SamplingParams(max_new_tokens=2)).result()
@@ -58,7 +58,7 @@ def measure_overhead(runner: ModelRunner, prompts: PromptBuilder) -> float:
     With recorded passes these are most of a short prompt's time; without, it is 0.
     """
     prompt = _prompt(prompts, MANY, LONG)
-    if runner.prefills.refusal is not None or len(prompt) > runner.lm.window.tokens:
+    if runner.prefills.refusal is not None or len(prompt) > runner.lm.context_window.tokens:
         return 0.0
     here = _over_a_passage(runner, prompts)
     method = make_method("prophetkv", ratio=SOME, base=FRAMED)

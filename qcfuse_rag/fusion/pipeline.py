@@ -124,10 +124,10 @@ def check_window(lm: LanguageModel, prompt: Prompt, answer_tokens: int) -> None:
     Raises:
         PromptTooLong: if they do not.
     """
-    if len(prompt) + answer_tokens > lm.window.tokens:
+    if len(prompt) + answer_tokens > lm.context_window.tokens:
         raise PromptTooLong(
             f"{len(prompt):,} prompt tokens and {answer_tokens:,} for the answer exceed the context window of "
-            f"{lm.window.tokens:,} ({lm.window.reason}); retrieve fewer passages or generate less"
+            f"{lm.context_window.tokens:,} ({lm.context_window.reason}); retrieve fewer passages or generate less"
         )
 
 

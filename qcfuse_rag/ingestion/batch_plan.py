@@ -11,7 +11,7 @@ from qcfuse_rag.ingestion.target import PendingChunk
 
 Item = TypeVar("Item")
 
-BATCHES_PER_WINDOW = 32
+BATCHES_PER_GROUP = 32
 FULL_ENOUGH = 4
 """A batch of 1 / FULL_ENOUGH of the token limit uses the device well: it takes no item that needs much padding."""
 TOO_SHORT = 0.9
@@ -57,7 +57,7 @@ def batches_by_length(
 ) -> Iterator[list[Item]]:
     """Cut a sequence into batches of at most `batch_tokens` tokens, padding included.
 
-    The order is kept roughly: items are sorted by length within windows of about 32 batches. The first items of the
+    The order is kept roughly: items are sorted by length within groups of about 32 batches. The first items of the
     sequence are done first, and little padding is computed.
 
     Args:
@@ -66,20 +66,20 @@ def batches_by_length(
         batch_tokens: token limit of a batch; a longer item is a batch of its own.
         extra: tokens that every item needs besides its own.
     """
-    window: list[Item] = []
+    buffered: list[Item] = []
     tokens = 0
     for item in items:
-        window.append(item)
+        buffered.append(item)
         tokens += length(item) + extra
-        if tokens >= BATCHES_PER_WINDOW * batch_tokens:
-            yield from _cut(window, length, batch_tokens, extra)
-            window, tokens = [], 0
-    yield from _cut(window, length, batch_tokens, extra)
+        if tokens >= BATCHES_PER_GROUP * batch_tokens:
+            yield from _cut(buffered, length, batch_tokens, extra)
+            buffered, tokens = [], 0
+    yield from _cut(buffered, length, batch_tokens, extra)
 
 
-def _cut(window: list[Item], length: Callable[[Item], int], batch_tokens: int, extra: int) -> Iterator[list[Item]]:
+def _cut(buffered: list[Item], length: Callable[[Item], int], batch_tokens: int, extra: int) -> Iterator[list[Item]]:
     batch: list[Item] = []
-    for item in sorted(window, key=length, reverse=True):  # the first item of a batch is its longest
+    for item in sorted(buffered, key=length, reverse=True):  # the first item of a batch is its longest
         if batch:
             longest = length(batch[0])
             full = (len(batch) + 1) * (longest + extra) > batch_tokens

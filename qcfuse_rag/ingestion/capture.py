@@ -39,9 +39,10 @@ def capture_chunks(lm: LanguageModel, prefix_ids: tuple[int, ...], chunks: Seque
         PromptTooLong: if system prefix and chunks exceed the context window.
     """
     ids = [token for part in (prefix_ids, *chunks) for token in part]
-    if len(ids) > lm.window.tokens:
+    limit = lm.context_window.tokens
+    if len(ids) > limit:
         raise PromptTooLong(
-            f"{len(ids):,} tokens of system prefix and passages exceed the context window of {lm.window.tokens:,}; "
+            f"{len(ids):,} tokens of system prefix and passages exceed the context window of {limit:,}; "
             "capture fewer passages at once"
         )
     if len(chunks) < 2:
@@ -51,8 +52,8 @@ def capture_chunks(lm: LanguageModel, prefix_ids: tuple[int, ...], chunks: Seque
         spans.append((start, start + len(chunk)))
         start += len(chunk)
     instruction = instruction_ids(lm.tokenizer)
-    room = min(len(ids) + len(instruction), lm.window.tokens)
-    buffer = lm.empty_buffer(room)
+    length = min(len(ids) + len(instruction), limit)
+    buffer = lm.empty_buffer(length)
     attention = ContextAttention(lm.n_layers, spans, lm.device)
     plan = RowsPlan.between(0, len(ids), lm.device, lm.sliding, attention.observe)
     forward_hidden(lm, torch.tensor(ids, device=lm.device), plan, buffer, depth=lm.n_layers)
@@ -60,7 +61,7 @@ def capture_chunks(lm: LanguageModel, prefix_ids: tuple[int, ...], chunks: Seque
     context, captures = [hash_ids(chunk) for chunk in chunks], []
     for index in reversed(range(1, len(chunks))):  # the instruction overwrites what follows a chunk
         first, last = spans[index]
-        order = _ranked(lm, buffer, first, last, instruction[: room - last])
+        order = _ranked(lm, buffer, first, last, instruction[: length - last])
         rotate_buffer(buffer, lm.ropes, first, last, back=True)
         tokens = slice(first - len(prefix_ids), last - len(prefix_ids))
         captures.append(

@@ -38,18 +38,20 @@ class NeighbourPrefix:
     length: int
 
 
-def fit_neighbours(n_tokens: int, prefix_tokens: int, neighbour_tokens: Sequence[int], window: int) -> NeighbourPrefix:
+def fit_neighbours(
+    n_tokens: int, prefix_tokens: int, neighbour_tokens: Sequence[int], context_tokens: int
+) -> NeighbourPrefix:
     """Choose how many neighbours stand in front of a chunk, and the length of its prefix.
 
     Args:
         n_tokens: tokens of the chunk and of the ranking instruction behind it.
         prefix_tokens: tokens of the system prefix.
         neighbour_tokens: tokens of each neighbour, most related first; the last ones are left out if they do not fit.
-        window: the model's context window in tokens.
+        context_tokens: the model's context window in tokens.
     """
     total, count = 0, 0
     for tokens in neighbour_tokens:
-        if prefix_tokens + total + tokens + n_tokens > window:
+        if prefix_tokens + total + tokens + n_tokens > context_tokens:
             break
         total, count = total + tokens, count + 1
     grain = 1 << max(0, (total // GRAINS).bit_length() - 1)

@@ -44,7 +44,7 @@ class NeighbourTable:
     """
 
     def __init__(self, target: PrefillTarget, chunks: Sequence[array[int]], plan: EnrichmentPlan) -> None:
-        self._window, self._prefix_tokens = target.lm.window.tokens, len(target.prefix_ids)
+        self._context_tokens, self._prefix_tokens = target.lm.context_window.tokens, len(target.prefix_ids)
         self._instruction_tokens = len(instruction_ids(target.lm.tokenizer))
         self._ids = [*chunks, *(array("i", ids) for ids in plan.others)]
         self._neighbours, self._staleness = plan.neighbours, plan.staleness
@@ -64,7 +64,9 @@ class NeighbourTable:
 
     def _prefix(self, chunk: PendingChunk, related: Sequence[int]) -> NeighbourPrefix:
         lengths = [len(self._ids[index]) for index in related]
-        return fit_neighbours(len(chunk.ids) + self._instruction_tokens, self._prefix_tokens, lengths, self._window)
+        return fit_neighbours(
+            len(chunk.ids) + self._instruction_tokens, self._prefix_tokens, lengths, self._context_tokens
+        )
 
     def _related(self, chunk: PendingChunk) -> list[int]:
         """Return the indices of a chunk's neighbours, best first: never its own text, and no text twice."""

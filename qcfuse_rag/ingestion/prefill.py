@@ -61,18 +61,19 @@ def prefill_chunks(
         raise ValueError(f"{len(batch)} chunks need one prefix, or one each of the same length")
     start = prefixes[0].n_tokens if prefixes else 0
     longest = max(len(ids) for ids in batch)
-    room = lm.window.tokens - start - longest
-    if start >= lm.window.tokens:
+    limit = lm.context_window.tokens
+    spare = limit - start - longest
+    if start >= limit:
         raise PromptTooLong(
-            f"the text before the passage has {start:,} tokens, the context window {lm.window.tokens:,}; shorten it"
+            f"the text before the passage has {start:,} tokens, the context window {limit:,}; shorten it"
         )
-    if room < 0:
+    if spare < 0:
         raise PromptTooLong(
-            f"a passage of {longest:,} tokens behind {start:,} exceeds the context window of {lm.window.tokens:,}; "
+            f"a passage of {longest:,} tokens behind {start:,} exceeds the context window of {limit:,}; "
             "split the document into smaller passages"
         )
     instruction = instruction_ids(lm.tokenizer)
-    queries = [query_ids(ranking, instruction, ids)[:room] for ids in batch]
+    queries = [query_ids(ranking, instruction, ids)[:spare] for ids in batch]
     unpadded = [ids + query for ids, query in zip(batch, queries, strict=True)]
     width = max(map(len, unpadded))
     sequences = [ids + (0,) * (width - len(ids)) for ids in unpadded]

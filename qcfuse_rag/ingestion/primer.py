@@ -66,17 +66,17 @@ WINDOW_SHARE = 4
 """The primer takes at most this part of the context window: a quarter."""
 
 
-def primer_ids(passages: Sequence[Ids], window: int) -> Ids:
+def primer_ids(passages: Sequence[Ids], context_tokens: int) -> Ids:
     """Return the token ids in front of primed passages: the last of these passages that fit.
 
     Args:
         passages: token ids of the passages, each as a prompt contains it; of one that is too long the end is taken.
-        window: tokens of the model's context window.
+        context_tokens: tokens of the model's context window.
     """
-    room = min(PRIMER_TOKENS, window // WINDOW_SHARE)
+    limit = min(PRIMER_TOKENS, context_tokens // WINDOW_SHARE)
     ids: Ids = ()
     for passage in reversed(passages):
-        if ids and len(passage) + len(ids) > room:
+        if ids and len(passage) + len(ids) > limit:
             break
-        ids = passage[-room:] + ids
+        ids = passage[-limit:] + ids
     return ids

@@ -247,8 +247,8 @@ def _split_long_lines(text: str) -> Iterator[str]:
     for line in LONG_LINE.finditer(text):
         position = line.start()
         while line.end() - position > PART:
-            window = (text, position, position + PART)
-            last = LAST_SENTENCE_END.match(*window) or LAST_SPACE.match(*window)
+            part = (text, position, position + PART)
+            last = LAST_SENTENCE_END.match(*part) or LAST_SPACE.match(*part)
             position = last.end() if last is not None else position + PART
             yield text[start:position]
             start = position

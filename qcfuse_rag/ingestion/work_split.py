@@ -44,7 +44,7 @@ def split_work(
         table: the neighbours of enriched chunks; None if there are none.
     """
     split, size = WorkSplit(), target.entry_bytes(len(target.prefix_ids))
-    window = target.lm.window.tokens
+    context_tokens = target.lm.context_window.tokens
     for chunk in pending:
         length = len(chunk.ids) + (len(target.prefix_ids) if chunk.base.after_prefix else 0)
         length += len(target.primer) if chunk.base.primed else 0
@@ -58,9 +58,9 @@ def split_work(
             else:
                 split.present += 1
                 split.stalest = max(split.stalest, staleness)
-        elif length > window:
+        elif length > context_tokens:
             if not chunk.base.primed:  # a primed cache is not made then, and the framed one is used in its place
-                split.failed.setdefault(chunk.index, _too_long(length, window))  # once for all bases
+                split.failed.setdefault(chunk.index, _too_long(length, context_tokens))  # once for all bases
             size -= entry_size
         elif limit_bytes is not None and size > limit_bytes:
             split.left_out += 1
@@ -70,8 +70,8 @@ def split_work(
     return split
 
 
-def _too_long(length: int, window: int) -> str:
+def _too_long(length: int, context_tokens: int) -> str:
     return (
-        f"a passage of {length:,} tokens with the system prefix exceeds the context window of {window:,}; split the "
-        "document into smaller passages"
+        f"a passage of {length:,} tokens with the system prefix exceeds the context window of {context_tokens:,}; "
+        "split the document into smaller passages"
     )

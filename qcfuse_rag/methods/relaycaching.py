@@ -295,8 +295,10 @@ def store_answer(
     if matching == 0 or matching < n_answer - UNSTABLE_TOKENS:
         return StoredAnswer(None, reason=f"as a passage the answer has other tokens; {matching} of {n_answer} match")
     start, stop = len(prompt), len(prompt) + len(ids)
-    if stop > lm.window.tokens:
-        return StoredAnswer(None, reason=f"prompt and passage exceed the context window of {lm.window.tokens:,} tokens")
+    if stop > lm.context_window.tokens:
+        return StoredAnswer(
+            None, reason=f"prompt and passage exceed the context window of {lm.context_window.tokens:,} tokens"
+        )
     buffer = prefilled.buffer
     if matching < len(ids):
         buffer = _copy_buffer(lm, buffer, start + matching, stop)

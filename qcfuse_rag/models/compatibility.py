@@ -63,18 +63,18 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
         raise UnsupportedModel(f"{type(model).__name__} does not accept attention functions from outside")
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
         raise UnsupportedModel(f"{type(model).__name__} does not keep its layers in a list named `layers`")
-    window = int(config.max_position_embeddings)
+    limit = int(config.max_position_embeddings)
     if _rope_parameter(config, "llama_4_scaling_beta"):
         original = _rope_parameter(config, "original_max_position_embeddings")
-        return ContextWindow(int(original or window), "beyond this length queries are scaled by their position")
+        return ContextWindow(int(original or limit), "beyond this length queries are scaled by their position")
     for kind in _rope_types(config):
         if kind == "dynamic":
             raise UnsupportedModel("dynamic RoPE changes its frequencies with the prompt's length; set another type")
         if kind == "longrope":
-            outside = getattr(config, "original_max_position_embeddings", window)
+            outside = getattr(config, "original_max_position_embeddings", limit)
             original = _rope_parameter(config, "original_max_position_embeddings") or outside
             return ContextWindow(int(original), "longrope changes its frequencies beyond this length")
-    return ContextWindow(window, "the model's own limit")
+    return ContextWindow(limit, "the model's own limit")
 
 
 def _sharding(model: PreTrainedModel) -> str | None:

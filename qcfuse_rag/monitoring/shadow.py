@@ -246,7 +246,7 @@ class Shadow:
         Between its parts it lets requests that arrived meanwhile begin first, for at most a second each time.
         """
         runner, prompt = self._runner, queued.prompt
-        tokens = min(self.settings.answer_tokens, runner.lm.window.tokens - len(prompt) + 1)
+        tokens = min(self.settings.answer_tokens, runner.lm.context_window.tokens - len(prompt) + 1)
         full = prefill(runner, prompt, Method("full", base=None), answer_tokens=tokens - 1)
         self._in_flight.wait_idle(1.0)
         ids, logits = greedy_answer(runner, full, tokens)

@@ -55,8 +55,8 @@ class PromptBuilder:
     Attributes:
         tokenizer: of the model.
         template: wording of the prompt.
-        window: tokens of the model's context window; None for no bound. Tokenising stops with `PromptTooLong` beyond
-            twice the window or `CHEAP_TOKENS`, whichever is more: each token takes half a kilobyte of memory.
+        context_tokens: tokens of the model's context window; None for no bound. Tokenising stops with `PromptTooLong`
+            beyond twice the window or `CHEAP_TOKENS`, whichever is more: each token takes half a kilobyte of memory.
 
     Raises:
         InvalidTemplate: if the tokenizer's chat template rewrites the messages, so that they cannot be separated, or
@@ -66,7 +66,7 @@ class PromptBuilder:
 
     tokenizer: PreTrainedTokenizerBase
     template: PromptTemplate
-    window: int | None = None
+    context_tokens: int | None = None
 
     def with_kwargs(self, chat_template_kwargs: Mapping[str, Any] | None) -> PromptBuilder:
         """Return the builder for a request that sets variables of the chat template, over those of the wording."""
@@ -147,7 +147,7 @@ class PromptBuilder:
                 for chunk in chunks:
                     ids = self._text_ids(self.template.format_chunk(chunk))
                     tokens += len(ids)
-                    self._require_window(tokens)
+                    self._require_fitting(tokens)
                     segments.append(Segment(Role.CHUNK, ids, self.template.format_chunk(chunk)))
             elif kind == "question":
                 segments.append(Segment(Role.QUESTION, self._text_ids(question), question))
@@ -180,7 +180,7 @@ class PromptBuilder:
             started = piece_start > 0 or text.startswith(self.tokenizer.bos_token or "\0")
             encoding = self._encoding(core, text, add_special_tokens=begin and not started)
             ids += encoding.ids
-            self._require_window(len(ids))
+            self._require_fitting(len(ids))
             offsets += [(start + piece_start, stop + piece_start) for start, stop in encoding.offsets]
         return tuple(ids), offsets
 
@@ -319,18 +319,20 @@ class PromptBuilder:
         self, core: Tokenizer, text: str, *, add_special_tokens: bool = False, bounded: bool = True
     ) -> Encoding:
         """Tokenise a text; other threads run meanwhile, as they do not beside `Tokenizer.encode`."""
-        if bounded and self.window is not None and len(text) > max(2 * self.window, PIECE_CHARACTERS):
+        if bounded and self.context_tokens is not None and len(text) > max(2 * self.context_tokens, PIECE_CHARACTERS):
             tokens = 0
             for start in range(0, len(text), PIECE_CHARACTERS):
                 (piece,) = core.encode_batch([text[start : start + PIECE_CHARACTERS]], add_special_tokens=False)
                 tokens += len(piece)
-                self._require_window(tokens)
+                self._require_fitting(tokens)
         (encoding,) = core.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoding
 
-    def _require_window(self, tokens: int) -> None:
-        if self.window is not None and tokens > max(2 * self.window, CHEAP_TOKENS):
-            raise PromptTooLong(f"more than {tokens:,} tokens cannot fit a context window of {self.window:,} tokens")
+    def _require_fitting(self, tokens: int) -> None:
+        if self.context_tokens is not None and tokens > max(2 * self.context_tokens, CHEAP_TOKENS):
+            raise PromptTooLong(
+                f"more than {tokens:,} tokens cannot fit a context window of {self.context_tokens:,} tokens"
+            )
 
     @cached_property
     def _special(self) -> tuple[str, ...]:

@@ -25,12 +25,12 @@ def require_short(builder: PromptBuilder, *parts: object) -> None:
             write them. Whitespace counts apart, because tokens of whitespace are often the longest.
     """
     count = sum(map(estimate_length, parts))
-    if builder.window is None or count < CHEAP_CHARACTERS:
+    if builder.context_tokens is None or count < CHEAP_CHARACTERS:
         return
-    most_visible = builder.window * builder.longest_visible_token
-    if count > builder.window * builder.longest_token or (
+    most_visible = builder.context_tokens * builder.longest_visible_token
+    if count > builder.context_tokens * builder.longest_token or (
         count > most_visible and sum(map(count_visible, parts)) > most_visible
     ):
         raise PromptTooLong(
-            f"a prompt of about {count:,} characters cannot fit a context window of {builder.window:,} tokens"
+            f"a prompt of about {count:,} characters cannot fit a context window of {builder.context_tokens:,} tokens"
         )

@@ -193,7 +193,7 @@ def measure_passes(lm: LanguageModel, passes: PrefillRunner) -> Costs:
         lm: the model.
         passes: runs the model's passes; recorded ones are timed too.
     """
-    sizes = [min(size, lm.window.tokens) for size in SIZES.get(lm.device.type, SIZES["cpu"])]
+    sizes = [min(size, lm.context_window.tokens) for size in SIZES.get(lm.device.type, SIZES["cpu"])]
     small, medium, large, longest = (*sizes, sizes[-1])[:4]
     prefill_once(lm, small)  # a process's first pass pays for one-time setup
 
@@ -243,7 +243,7 @@ class _PartialPrefill:
 
     def seconds(self, rows: int, length: int) -> float:
         """Return the seconds of the fastest sample."""
-        lm, length = self.lm, min(length, self.lm.window.tokens)
+        lm, length = self.lm, min(length, self.lm.context_window.tokens)
         plan = RowsPlan.between(max(1, length - rows), length, lm.device, lm.sliding)
         ids = plan.rows % lm.model.get_input_embeddings().num_embeddings
         buffer = lm.empty_buffer(length)

@@ -70,7 +70,7 @@ class LanguageModel:
         ropes: each layer's measured rotation.
         shapes: each layer's shape of keys and values.
         sliding: each layer's sliding window in tokens, or None.
-        window: the number of tokens that fit.
+        context_window: the number of tokens that fit.
         fingerprint: identifies everything that stored keys and values depend on.
         stock_attention: transformers' own attention for this model, used to check the `qcfuse` attention.
         critical_layers: ascending indices of the layers that a question's probe reads; three layers chosen by depth
@@ -83,7 +83,7 @@ class LanguageModel:
     ropes: tuple[LayerRope, ...]
     shapes: tuple[KVShape, ...]
     sliding: tuple[int | None, ...]
-    window: ContextWindow
+    context_window: ContextWindow
     fingerprint: Fingerprint
     stock_attention: str
     critical_layers: tuple[int, ...]
@@ -123,9 +123,9 @@ class LanguageModel:
         Raises:
             UnsupportedModel: if reuse would be wrong for the model; the error names the property.
         """
-        window = refuse_unsupported(model)
+        context_window = refuse_unsupported(model)
         refuse_mismatched_tokenizer(model, tokenizer)
-        ropes, shapes = measure_rope(model, max_position=window.tokens - 1)
+        ropes, shapes = measure_rope(model, max_position=context_window.tokens - 1)
         sliding = measure_windows(model)
         dispatch.register()
         model.set_attn_implementation(dispatch.ATTENTION_NAME)
@@ -136,7 +136,7 @@ class LanguageModel:
             ropes=ropes,
             shapes=shapes,
             sliding=sliding,
-            window=window,
+            context_window=context_window,
             fingerprint=fingerprint_model(model, tokenizer, ropes, weights_hash),
             stock_attention=stock_attention_name(model),
             critical_layers=default_critical_layers(len(shapes)),

@@ -113,7 +113,7 @@ class MeasuredStepCosts:
         """Time steps alone and with two numbers of rows; the fastest sample counts, which is disturbed least."""
         lm = self._lm
         few, many = ROWS.get(lm.device.type, ROWS["cpu"])
-        length = min(CONTEXT_TOKENS, lm.window.tokens)
+        length = min(CONTEXT_TOKENS, lm.context_window.tokens)
         few, many = min(few, length // 4), min(many, length // 2)
         buffer = lm.empty_buffer(length)
         for tensor in (*buffer.keys, *buffer.values):

@@ -223,7 +223,7 @@ class EngineBackend:
                 if isinstance(request, ChatRequest):
                     self._find_passages(request, passages)
                 prompt = request.make_prompt(engine, passages.texts, number)
-                remaining = max(1, engine.lm.window.tokens - len(prompt))
+                remaining = max(1, engine.lm.context_window.tokens - len(prompt))
                 limit = sampling.max_new_tokens
                 if request.token_limit is None:
                     limit = min(remaining, limit)

@@ -136,7 +136,7 @@ def test_one_passage_has_no_context_to_capture(engine: FusionEngine, llama: Lang
 
 
 def test_passages_beyond_the_window_are_refused_and_up_to_it_are_not(llama: LanguageModel) -> None:
-    most = llama.window.tokens
+    most = llama.context_window.tokens
     prefix_ids, first = (5,) * 10, (6,) * 100
     [last] = capture_chunks(llama, prefix_ids, [first, (7,) * (most - 110)])
     assert isinstance(last, ChunkKV)

@@ -122,11 +122,11 @@ def test_neighbours_that_do_not_fit_the_window_are_left_out(engine: FusionEngine
     prefix_ids = engine.prompts.prefix_ids
     ids = [engine.prompts.chunk_ids(text) for text in (long, PASSAGES[1], PASSAGES[2])]
     fitting = [ids[2]]
-    while len(prefix_ids) + sum(map(len, fitting)) + len(ids[0]) + len(ids[1]) <= engine.lm.window.tokens:
+    while len(prefix_ids) + sum(map(len, fitting)) + len(ids[0]) + len(ids[1]) <= engine.lm.context_window.tokens:
         fitting.append(ids[0])
     assert len(fitting) < 4
     lengths = list(map(len, fitting))
-    start = fit_neighbours(len(ids[1]), len(prefix_ids), lengths, engine.lm.window.tokens).length
+    start = fit_neighbours(len(ids[1]), len(prefix_ids), lengths, engine.lm.context_window.tokens).length
     expected = behind_caches(engine.lm, prefix_ids, fitting, start, ids[1])
     references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[1]), expected, start)
 

@@ -98,7 +98,7 @@ def test_the_most_wanted_come_first(engine: FusionEngine, monkeypatch: pytest.Mo
     def note(done: int, total: int) -> None:
         order.extend(i for i, key in enumerate(keys) if key in engine.store and i not in order)
 
-    seams.batches_per_window(monkeypatch, 1)  # otherwise sorted by length within 32 batches
+    seams.batches_per_group(monkeypatch, 1)  # otherwise sorted by length within 32 batches
     engine.corpus.warm_job(ids, priority=priority, batch_tokens=1).run(note)
     wanted = [priority[i] for i in order]
     assert wanted == sorted(priority, reverse=True)
@@ -334,7 +334,7 @@ def test_bytes_are_counted_in_the_stores_format(llama: LanguageModel, numbers: s
 
 def test_a_passage_that_is_too_long_is_named_once_and_not_if_it_fits_without_the_primer(llama: LanguageModel) -> None:
     target = PrefillTarget(llama, MemoryStore(), (1, 2, 3), primer=(4,) * 100)
-    chunks = [(5,) * length for length in (20, llama.window.tokens - 50, llama.window.tokens)]
+    chunks = [(5,) * length for length in (20, llama.context_window.tokens - 50, llama.context_window.tokens)]
     summary = WarmJob(target, chunks, bases=[BLIND, FRAMED, PRIMED]).run()
     assert (summary.chunks, summary.warmed) == (9, 6)
     assert [index for index, _ in summary.failed] == [2]

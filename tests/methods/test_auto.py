@@ -42,7 +42,7 @@ def stored(engine: FusionEngine, text: str) -> ChunkKV:
 
 def test_a_primed_chunk_is_prefilled_behind_system_prefix_and_primer(warmed: FusionEngine) -> None:
     prefix_ids = warmed.prompts.prefix_ids
-    primer = primer_ids([warmed.prompts.chunk_ids(passage) for passage in PRIMER], warmed.lm.window.tokens)
+    primer = primer_ids([warmed.prompts.chunk_ids(passage) for passage in PRIMER], warmed.lm.context_window.tokens)
     ids = warmed.prompts.chunk_ids(PASSAGES[1])
     expected = references.alone_at(warmed.lm, ids, len(prefix_ids) + len(primer), before=prefix_ids + primer)
     references.assert_chunk_is(warmed.lm, stored(warmed, PASSAGES[1]), expected, len(prefix_ids) + len(primer))
@@ -69,7 +69,7 @@ def test_the_primer_is_computed_once_for_all_jobs(llama: LanguageModel) -> None:
             computed.append(sum(rows) - 2 * len(engine.prompts.chunk_ids(text)))
     finally:
         hook.remove()
-    primer = primer_ids([engine.prompts.chunk_ids(passage) for passage in PRIMER], llama.window.tokens)
+    primer = primer_ids([engine.prompts.chunk_ids(passage) for passage in PRIMER], llama.context_window.tokens)
     assert computed[0] >= computed[1] + len(primer), "beside the passages themselves"
 
 

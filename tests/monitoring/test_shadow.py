@@ -88,7 +88,7 @@ def test_before_a_comparison_there_are_no_figures(served: FusionEngine) -> None:
 
 def test_a_prompt_that_fills_the_window_is_compared_at_its_first_token(served: FusionEngine) -> None:
     shadow = served.watch(ShadowSettings(every=1))
-    window, length = served.lm.window.tokens, len(served.prompt("", PASSAGES))
+    window, length = served.lm.context_window.tokens, len(served.prompt("", PASSAGES))
     ids = served.lm.tokenizer.backend_tokenizer.encode("?" * (2 * window)).ids
     prompt = served.prompt("", PASSAGES)
     question = replace(prompt.segments[-1], ids=(*ids[: window - length], *prompt.segments[-1].ids))

@@ -311,9 +311,9 @@ async def test_what_is_not_there_is_an_error_in_openais_words(http: httpx.AsyncC
 
 @pytest.mark.slow
 async def test_a_request_that_says_no_length_gets_what_fits(http: httpx.AsyncClient, engine: FusionEngine) -> None:
-    near = "x " * (engine.lm.window.tokens // 2 - 100)
+    near = "x " * (engine.lm.context_window.tokens // 2 - 100)
     body = (await ask(http, messages=[{"role": "user", "content": near}], documents=None, max_tokens=None)).json()
-    assert body["usage"]["total_tokens"] <= engine.lm.window.tokens
+    assert body["usage"]["total_tokens"] <= engine.lm.context_window.tokens
     assert body["usage"]["completion_tokens"] > 0
 
 
@@ -440,7 +440,7 @@ async def test_a_long_text_is_refused_before_it_is_tokenised(
 
     monkeypatch.setattr(PromptBuilder, "encode_whole", encode_whole)
     monkeypatch.setattr(PromptBuilder, "_text_ids", encode_text)
-    limit = engine.lm.window.tokens * engine.prompts.longest_token
+    limit = engine.lm.context_window.tokens * engine.prompts.longest_token
     text = "ferry " * max(limit // 5, CHEAP_CHARACTERS // 5)
     tool = {"function": {"name": "f", "description": text}}
     user = {"role": "user", "content": "x"}

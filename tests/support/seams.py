@@ -87,7 +87,7 @@ recorded_views = _seam("qcfuse_rag.runtime.runner.fused_view_first")
 fused_model = _seam("qcfuse_rag.runtime.language_model.fused_view_first")
 decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.decode_graphs.CHECKED_POSITIONS")
 
-batches_per_window = _seam("qcfuse_rag.ingestion.batch_plan.BATCHES_PER_WINDOW")
+batches_per_group = _seam("qcfuse_rag.ingestion.batch_plan.BATCHES_PER_GROUP")
 primer_prefill = _seam("qcfuse_rag.ingestion.target.prefill_chunk")
 enrichment_prefill = _seam("qcfuse_rag.ingestion.enrichment.prefill_chunks")
 

@@ -146,7 +146,7 @@ def profile_layers(
 def _recall(engine: FusionEngine, sample: Sample, *, labelled: bool) -> Tensor | str:
     """Return a sample's recall by layer, or the reason why the sample cannot be used."""
     prompt = engine.prompt(sample.question, sample.passages)
-    if len(prompt) + (0 if labelled else ANSWER_TOKENS) > engine.lm.window.tokens:
+    if len(prompt) + (0 if labelled else ANSWER_TOKENS) > engine.lm.context_window.tokens:
         return TOO_LONG
     targets = answer_positions(engine.prompts, prompt, sample) if labelled else decisive_positions(engine, sample)
     if not targets:

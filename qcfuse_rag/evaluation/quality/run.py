@@ -75,7 +75,7 @@ def run_questions(
         for example, missing in todo:
             if missing:
                 question = _pending(engine, example, beside)
-                limit = engine.lm.window.tokens
+                limit = engine.lm.context_window.tokens
                 if len(question.prompt) + question.answer_tokens > limit:
                     skipped.append(f"{example.dataset} {example.id}: its prompt exceeds the window of {limit:,} tokens")
                 else:

@@ -127,7 +127,7 @@ def measure_speed(
         runners = [runner.with_store(tier.store) for tier in tiers]  # each measures its costs once, for the guard
         result["recording_s"] = seconds(lm, runner.prefills.compile)
         result["recording_refusal"] = runner.prefills.refusal
-        overhead_s = measure_overhead(runner, PromptBuilder(lm.tokenizer, PromptTemplate(), lm.window.tokens))
+        overhead_s = measure_overhead(runner, PromptBuilder(lm.tokenizer, PromptTemplate(), lm.context_window.tokens))
         for over_tier in runners:  # as an engine does for its guard
             over_tier.costs.overhead_s = overhead_s
         if options.requests:
@@ -154,8 +154,10 @@ def random_prompt(lm: LanguageModel, context: int, chunk: int, generator: torch.
     vocabulary = lm.model.get_input_embeddings().num_embeddings
     sizes = [min(chunk, context - start) for start in range(0, context, chunk)]
     lengths = [PREFIX_TOKENS, *sizes, QUESTION_TOKENS]
-    if sum(lengths) + STEPS > lm.window.tokens:
-        raise PromptTooLong(f"a context of {context:,} tokens exceeds the model's window of {lm.window.tokens:,}")
+    if sum(lengths) + STEPS > lm.context_window.tokens:
+        raise PromptTooLong(
+            f"a context of {context:,} tokens exceeds the model's window of {lm.context_window.tokens:,}"
+        )
     drawn = [tuple(torch.randint(vocabulary, (length,), generator=generator).tolist()) for length in lengths]
     roles = [Role.HEAD, *(Role.CHUNK for _ in sizes), Role.QUESTION]
     segments = tuple(Segment(role, ids, "") for role, ids in zip(roles, drawn, strict=True))

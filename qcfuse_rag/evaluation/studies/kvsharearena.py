@@ -128,7 +128,7 @@ def _fitting(
     engine: FusionEngine, examples: Sequence[Example], answer_tokens: int, most_tokens: int | None
 ) -> Iterator[AskedQuestion]:
     """Yield the questions whose prompts are short enough for the limit and, with an answer, for the model's window."""
-    limit = engine.lm.window.tokens - answer_tokens
+    limit = engine.lm.context_window.tokens - answer_tokens
     if most_tokens is not None:
         limit = min(limit, most_tokens)
     for position, example in enumerate(examples):

@@ -62,12 +62,12 @@ def primers(run: StudyRun, files: DataFiles, ratio: float = 0.15, answer_tokens:
 
 def _primers(engine: FusionEngine, samples: Sequence[Sample], sample: Sample) -> dict[str, Ids]:
     """Return the primers to compare for the prompt of a sample, by name."""
-    window = engine.lm.window.tokens
+    context_tokens = engine.lm.context_window.tokens
     fixed = [engine.prompts.chunk_ids(passage) for passage in PRIMER]
     others = dict.fromkeys(text for other in samples for text in other.passages if text not in sample.passages)
     own = [engine.prompts.chunk_ids(text) for text in islice(others, OF_LIBRARY)]
-    lengths = {f"{length} fixed": primer_ids(fixed[-length:], window) for length in LENGTHS}
-    return {**lengths, f"{len(own)} of the library": primer_ids(own, window)} if own else lengths
+    lengths = {f"{length} fixed": primer_ids(fixed[-length:], context_tokens) for length in LENGTHS}
+    return {**lengths, f"{len(own)} of the library": primer_ids(own, context_tokens)} if own else lengths
 
 
 def _table(figures: dict[str, dict[str, list[float]]]) -> Table:

@@ -75,7 +75,7 @@ def trace(
         raise QCFuseError(f"there is no session in {folder}")
     by_corpus: dict[str, ReuseCounts] = {}
     with load_engine(model) as engine:
-        engine.prompts = replace(engine.prompts, window=None)
+        engine.prompts = replace(engine.prompts, context_tokens=None)
         splitting, systems = TextSplitting(engine.lm.tokenizer, passage_tokens), set[tuple[int, ...]]()
         for session in run.track(sessions):
             requests = list(_requests(session))

@@ -128,7 +128,7 @@ class DecodeRunner:
         def record() -> list[ErrorBound]:
             recorder = self._recorder = self._fixed_recorder or CudaRecorder(self._lm.device)
             graphs.update({count: self._record_step(count, recorder) for count in requests})
-            length = min(max(CHECKED_POSITIONS) + 1, self._lm.window.tokens)
+            length = min(max(CHECKED_POSITIONS) + 1, self._lm.context_window.tokens)
             samples = [SamplePrompt.of(self._lm, length, seed) for seed in range(max(requests, default=0))]
             return [bound for graph in graphs.values() for bound in self._check(graph, samples)]
 
@@ -145,7 +145,7 @@ class DecodeRunner:
         lm = self._lm
         inputs = torch.zeros(2, requests, dtype=torch.int64, device=lm.device)
         unread = lm.empty_buffer(1)
-        table = RebindableKVTable(unread, lm.shapes, requests, lm.window.tokens)
+        table = RebindableKVTable(unread, lm.shapes, requests, lm.context_window.tokens)
         plan = TablePlan(inputs[1][:, None], table.table, lm.sliding)
         logits, replay = recorder.record(lambda: forward_plan(self.model, inputs[0], plan))
         return StepGraph(inputs, table, plan, logits, replay)
@@ -174,7 +174,7 @@ class DecodeRunner:
         out.
         """
         lm, bounds, size = self._lm, [], graph.inputs.shape[1]
-        for round_, last in enumerate(min(position, lm.window.tokens - 1) for position in CHECKED_POSITIONS):
+        for round_, last in enumerate(min(position, lm.context_window.tokens - 1) for position in CHECKED_POSITIONS):
             positions = [max(0, last - 3 * request) for request in range(max(1, size - round_ % 2))]
             prompts = samples[: len(positions)]
             tokens = [int(prompt.ids[position]) for prompt, position in zip(prompts, positions, strict=True)]

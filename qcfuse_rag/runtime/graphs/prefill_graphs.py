@@ -125,19 +125,19 @@ class PrefillRunner:
         lm = self._lm
         graphs: dict[int, LayerGraphs] = {}
         unread = lm.empty_buffer(1)
-        request = RebindableKVTable(unread, lm.shapes, 1, lm.window.tokens)
+        request = RebindableKVTable(unread, lm.shapes, 1, lm.context_window.tokens)
         views = ViewCache(model, model.get_decoder(), lm.n_layers)
         memory: dict[object, Tensor] = {}
         refusals: dict[int, str] = {}
         # The largest number first: the others use a part of its memory.
-        sizes = sorted({size for size in rows if size < lm.window.tokens}, reverse=True)
+        sizes = sorted({size for size in rows if size < lm.context_window.tokens}, reverse=True)
         samples: list[SamplePrompt] = []
         for size in sizes:
 
             def record(size: int = size) -> list[ErrorBound]:
                 recorder = self._recorder = self._recorder or CudaRecorder(lm.device)
                 graphs[size] = LayerGraphs(lm, model, size, recorder, request, views, memory)
-                samples[:] = samples or [SamplePrompt.of(lm, min(2 * sizes[0], lm.window.tokens))]
+                samples[:] = samples or [SamplePrompt.of(lm, min(2 * sizes[0], lm.context_window.tokens))]
                 return self._check(graphs[size], samples[0])
 
             refusal = recording_refusal(record)
@@ -178,7 +178,7 @@ class PrefillRunner:
         lm, size, bounds = self._lm, graphs.n_rows, []
         generator = torch.Generator(lm.device).manual_seed(size)
         for n_rows, length in ((size, size + 1), (max(1, size - size // 4), 2 * size)):
-            length = min(length, lm.window.tokens)
+            length = min(length, lm.context_window.tokens)
             others = torch.randperm(length - 1, generator=generator, device=lm.device)[: n_rows - 1].sort().values
             rows = torch.cat([others, torch.tensor([length - 1], device=lm.device)])
             ids, plan = sample.ids[rows], RowsPlan.of(rows, lm.sliding)

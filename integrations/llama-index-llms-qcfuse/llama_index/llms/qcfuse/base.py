@@ -95,7 +95,7 @@ class QCFuseLLM(EngineSettings, CustomLLM):
     def metadata(self) -> LLMMetadata:
         """Sizes by which LlamaIndex plans its prompts."""
         return LLMMetadata(
-            context_window=self.engine.lm.window.tokens,
+            context_window=self.engine.lm.context_window.tokens,
             num_output=self.max_new_tokens,
             is_chat_model=self.engine.lm.tokenizer.chat_template is not None,
             model_name=self.model,
