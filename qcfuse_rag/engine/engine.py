@@ -193,7 +193,7 @@ class FusionEngine:
         require_short(self.prompts, question, *passages, *history, *tools, *later, chat_template_kwargs or "")
         builder, signatures = self.prompts.with_kwargs(chat_template_kwargs), self.corpus.signatures
         prompt = build_among_turns(builder, signatures, question, passages, history, tools, later)
-        return self._system_prefixes.with_head(builder, prompt, builder.turns("", (), history), tools)
+        return self._system_prefixes.with_system_prefix(builder, prompt, builder.turns("", (), history), tools)
 
     def prompt_from_text(
         self,
@@ -221,7 +221,7 @@ class FusionEngine:
         prompt = recognise(self.prompts, self.corpus.signatures, conversation, tools, chat_template_kwargs)
         if isinstance(conversation, str):
             return prompt
-        return self._system_prefixes.with_head(
+        return self._system_prefixes.with_system_prefix(
             self.prompts.with_kwargs(chat_template_kwargs), prompt, conversation, tools
         )
 

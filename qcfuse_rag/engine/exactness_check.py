@@ -83,7 +83,7 @@ def measure_exactness(lm: LanguageModel) -> ExactnessCheck:
     length = _segment_tokens(lm)
     tokens = [(7 + 31 * i) % vocabulary for i in range(4 * length)]
     parts = [tuple(tokens[i : i + length]) for i in range(0, len(tokens), length)]
-    roles = (Role.HEAD, Role.CHUNK, Role.CHUNK, Role.QUESTION)
+    roles = (Role.SYSTEM_PREFIX, Role.CHUNK, Role.CHUNK, Role.QUESTION)
     prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in zip(roles, parts, strict=True)), prefix_ids=parts[0])
     store = MemoryStore()
     WarmJob(PrefillTarget(lm, store, prompt.prefix_ids), parts[1:3], bases=(BLIND,)).run()

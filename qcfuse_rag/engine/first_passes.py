@@ -81,7 +81,7 @@ def _prompt(prompts: PromptBuilder, n_passages: int, question_tokens: int) -> Pr
     text = prompts.chunk_ids(PRIMER[0])
     prefix_ids = prompts.prefix_ids or text[:1]
     segments = [
-        (Role.HEAD, prefix_ids),
+        (Role.SYSTEM_PREFIX, prefix_ids),
         *[(Role.CHUNK, text[:TOKENS])] * n_passages,
         (Role.QUESTION, text[:question_tokens]),
     ]

@@ -60,8 +60,10 @@ class SystemPrefixes:
         self._absent = {}
         return summary
 
-    def with_head(self, builder: PromptBuilder, prompt: Prompt, turns: Sequence[Turn], tools: Sequence[Tool]) -> Prompt:
-        """Return a prompt whose head is its system prefix if that is stored.
+    def with_system_prefix(
+        self, builder: PromptBuilder, prompt: Prompt, turns: Sequence[Turn], tools: Sequence[Tool]
+    ) -> Prompt:
+        """Return a prompt whose first segment is its system prefix if that is stored.
 
         Args:
             builder: of the prompt.
@@ -69,12 +71,12 @@ class SystemPrefixes:
             turns: its messages, of which the leading system messages are read.
             tools: its tools.
         """
-        if prompt.segments[0].role is Role.HEAD:
+        if prompt.segments[0].role is Role.SYSTEM_PREFIX:
             return prompt
         with suppress(InvalidTemplate):  # some chat templates take these messages only together with the others
             prefix = system_prefix(builder, turns, tools)
             if self._is_stored(prefix.ids):
-                return prefix.with_head(prompt)
+                return prefix.with_system_prefix(prompt)
         return prompt
 
     def _is_stored(self, ids: tuple[int, ...]) -> bool:

@@ -50,13 +50,13 @@ class ModelShape:
 
     Attributes:
         weights: numbers in the matrices of the layers, which multiply every row; all experts of a mixture count.
-        head: numbers in the matrix of the logits.
+        logit_weights: numbers in the matrix of the logits.
         attention: operations of a row for each token that it attends to.
         kv: numbers in a token's keys and values.
     """
 
     weights: int
-    head: int
+    logit_weights: int
     attention: int
     kv: int
 
@@ -115,11 +115,11 @@ def size_up(shape: ModelShape, rates: Rates, plan: CorpusPlan) -> Sizing:
     token_bytes = shape.kv * plan.number_bytes
     passage_tokens = plan.retrieved * plan.tokens
     context = passage_tokens + plan.question_tokens
-    head = 2 * shape.head
-    full_s = (shape.operations(context, context / 2) + head) / rates.flops
+    logits = 2 * shape.logit_weights
+    full_s = (shape.operations(context, context / 2) + logits) / rates.flops
     # Recomputed rows are spread over the prompt; the rows of the question see all of it.
     recomputed = shape.operations(plan.ratio * passage_tokens, context / 2)
-    compute_s = (recomputed + shape.operations(plan.question_tokens, context) + head) / rates.flops
+    compute_s = (recomputed + shape.operations(plan.question_tokens, context) + logits) / rates.flops
     warm_node_s = plan.caches * shape.operations(plan.tokens, plan.tokens / 2) / rates.flops
     saved_s = (full_s - compute_s) / plan.retrieved
     tiers = {}
@@ -162,7 +162,7 @@ def shape_of(model: str) -> ModelShape:
     layers = text.num_hidden_layers
     return ModelShape(
         weights=weights,
-        head=built.get_output_embeddings().weight.numel(),
+        logit_weights=built.get_output_embeddings().weight.numel(),
         attention=4 * layers * heads * width,
         kv=2 * layers * (text.num_key_value_heads or heads) * width,
     )

@@ -36,10 +36,10 @@ def segments_to_look_up(
     """
     return [
         SegmentLookup(span, _key(lm, prompt, span, BLIND), BLIND, None)
-        if span.segment.role is Role.HEAD
+        if span.segment.role is Role.SYSTEM_PREFIX
         else SegmentLookup(span, _key(lm, prompt, span, base), base, adapter)
         for span in prompt.spans
-        if span.start >= start and span.segment.role in (Role.HEAD, Role.CHUNK)
+        if span.start >= start and span.segment.role in (Role.SYSTEM_PREFIX, Role.CHUNK)
     ]
 
 

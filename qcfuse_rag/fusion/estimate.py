@@ -38,7 +38,7 @@ def estimate_prefill(
     for span in prompt.spans:
         if span.start < start:
             continue
-        bases = {Role.HEAD: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
+        bases = {Role.SYSTEM_PREFIX: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
         exact = {base: base.exact_at(span.start, prompt.ids, prompt.prefix_ids) for base in bases}
         ids, exact_first = span.segment.stored_ids, sorted(bases, key=exact.__getitem__, reverse=True)
         keys = ((base, base.key(lm.fingerprint, prompt.prefix_ids, ids)) for base in exact_first)

@@ -174,7 +174,7 @@ class PrefixCache:
         lengths = [kept.reusable_tokens(prompt, ids, method) for kept in self._kept]
         best = max(range(len(lengths)), key=lambda index: (lengths[index], self._kept[index].exact_tokens))
         first = prompt.segments[0]
-        stored = len(first.ids) if method.base is not None and first.role is Role.HEAD else 0
+        stored = len(first.ids) if method.base is not None and first.role is Role.SYSTEM_PREFIX else 0
         if lengths[best] < max(MIN_TOKENS, stored + 1):
             return None, 0
         return self._kept[best], lengths[best]
@@ -251,8 +251,8 @@ def common_length(ids: NDArray[np.int64], other_ids: NDArray[np.int64]) -> int:
 
 
 def _whole_segments(prompt: Prompt, tokens: int) -> int:
-    """Return the largest number of leading tokens, at most so many, that ends in no passage and in no head."""
+    """Return the largest number of leading tokens, at most so many, that ends in no reusable segment."""
     for span in prompt.spans:
-        if span.segment.role in (Role.HEAD, Role.CHUNK) and span.start < tokens < span.stop:
+        if span.segment.role in (Role.SYSTEM_PREFIX, Role.CHUNK) and span.start < tokens < span.stop:
             return span.start
     return tokens

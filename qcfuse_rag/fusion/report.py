@@ -14,7 +14,7 @@ class Lookup:
     """The outcome of looking up one segment.
 
     Attributes:
-        role: `head` or `chunk`.
+        role: `system_prefix` or `chunk`.
         start: its position in the prompt.
         tokens: its length.
         hit: whether its keys and values were reused.

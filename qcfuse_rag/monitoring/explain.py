@@ -29,7 +29,7 @@ STAGE_MEANINGS = {
     "recompute": "computing, up to the first token of the answer",
 }
 HEADINGS = {
-    Role.HEAD: "Beginning: system message and tools",
+    Role.SYSTEM_PREFIX: "Beginning: system message and tools",
     Role.QUESTION: "Question",
     Role.TEXT: "Other text of the prompt",
 }

@@ -152,7 +152,7 @@ class PromptBuilder:
             elif kind == "question":
                 segments.append(Segment(Role.QUESTION, self._text_ids(question), question))
             elif index == 0 and self.prefix_ids and rendered == self._fixed_parts[0][1]:
-                segments.append(Segment(Role.HEAD, self.prefix_ids, rendered.text))
+                segments.append(Segment(Role.SYSTEM_PREFIX, self.prefix_ids, rendered.text))
             elif split_text is not None:
                 segments += split_text(rendered)
             else:

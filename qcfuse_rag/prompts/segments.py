@@ -14,7 +14,7 @@ from functools import cached_property
 class Role(StrEnum):
     """The kind of a segment, which decides whether it may be stored."""
 
-    HEAD = "head"  # the system prefix: fixed text, system message and tools before all else; may be stored
+    SYSTEM_PREFIX = "system_prefix"  # fixed text, system message and tools before all else; may be stored
     CHUNK = "chunk"  # a retrieved passage; may be stored
     QUESTION = "question"  # never stored
     TEXT = "text"  # other text, such as earlier turns or the answer's header; never stored
@@ -71,7 +71,7 @@ class Prompt:
     Attributes:
         segments: the non-empty segments; the last one is not stored, because an answer needs a computed row.
         prefix_ids: token ids of the system prefix, a part of the keys of framed chunks; the first segment's, unless a
-            conversation has another head.
+            conversation has another system prefix.
         note: for the report, why a joined text was not searched for passages; None if it was, or passages were given.
         joined: whether a framework joined the text, so that it may contain unknown passages.
 
@@ -87,10 +87,10 @@ class Prompt:
     def __post_init__(self) -> None:
         segments = tuple(segment for segment in self.segments if segment.ids)
         object.__setattr__(self, "segments", segments)
-        if not segments or segments[-1].role in (Role.CHUNK, Role.HEAD):
+        if not segments or segments[-1].role in (Role.CHUNK, Role.SYSTEM_PREFIX):
             raise ValueError("a prompt must end with text that is not stored, such as the question")
-        if any(segment.role is Role.HEAD for segment in segments[1:]):
-            raise ValueError("only the first segment of a prompt can be its head")
+        if any(segment.role is Role.SYSTEM_PREFIX for segment in segments[1:]):
+            raise ValueError("only the first segment of a prompt can be its system prefix")
 
     @cached_property
     def ids(self) -> tuple[int, ...]:

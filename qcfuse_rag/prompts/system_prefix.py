@@ -31,11 +31,11 @@ class SystemPrefix:
     ids: tuple[int, ...]
     ends: tuple[int, ...]
 
-    def with_head(self, prompt: Prompt) -> Prompt:
-        """Return a prompt of the same tokens whose head is this system prefix, as far as the tokens are equal.
+    def with_system_prefix(self, prompt: Prompt) -> Prompt:
+        """Return a prompt of the same tokens whose first segment is this system prefix, as far as the tokens are equal.
 
         The last tokens of a system prefix may differ in a prompt, where they can join the text that follows. A passage
-        that is recognised in it stays a chunk, and the head ends before it: the passage can be forgotten.
+        that is recognised in it stays a chunk, and the prefix ends before it: the passage can be forgotten.
         """
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, prompt.ids, strict=False)))
         first_chunk = next((span.start for span in prompt.chunks), len(prompt))
@@ -44,8 +44,8 @@ class SystemPrefix:
             return prompt
         part = None if common == len(self.ids) else ChunkPart(self.ids, 0)
         text = "".join(segment.text for segment in prompt.segments)[: self.ends[common - 1]]
-        head = Segment(Role.HEAD, self.ids[:common], text, part)
-        return replace(prompt, segments=(head, *_segments_from(prompt, common, len(text))))
+        prefix = Segment(Role.SYSTEM_PREFIX, self.ids[:common], text, part)
+        return replace(prompt, segments=(prefix, *_segments_from(prompt, common, len(text))))
 
 
 def system_prefix(builder: PromptBuilder, turns: Sequence[Turn], tools: Sequence[Tool] = ()) -> SystemPrefix:

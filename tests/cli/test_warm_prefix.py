@@ -86,7 +86,7 @@ def test_a_request_to_the_server_reads_what_was_warmed_from_the_same_file(
     request = ChatRequest.model_validate({"messages": messages, "tools": tools})
     with open_library_store(library) as store, FusionEngine.load(agent_model, store=store) as engine:
         head = request.make_prompt(engine, None).segments[0]
-    assert head.role is Role.HEAD
+    assert head.role is Role.SYSTEM_PREFIX
     assert "look_up" in head.text
     assert "moor" in head.text
 

@@ -78,7 +78,7 @@ def logits(engine: FusionEngine, method: Method) -> Tensor:
 @pytest.mark.parametrize("base", SAME_BASES, ids=lambda base: base.name)
 def test_every_passage_is_a_hit(old_engine: FusionEngine, base: Base) -> None:
     report = old_engine.prefill(old_engine.prompt(QUESTION, PASSAGES), method=method_reading(base)).report
-    assert [lookup.role for lookup in report.lookups] == ["head", "chunk", "chunk", "chunk"]
+    assert [lookup.role for lookup in report.lookups] == ["system_prefix", "chunk", "chunk", "chunk"]
     assert [(lookup.hit, lookup.reason) for lookup in report.lookups] == [(True, None)] * 4
     assert report.fallback is None
 

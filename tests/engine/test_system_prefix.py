@@ -70,7 +70,7 @@ def test_marking_a_prefix_changes_no_token(engine: FusionEngine) -> None:
     after = prompts(engine)
     assert [prompt.ids for prompt in after] == [prompt.ids for prompt in before]
     for old, new in zip(before, after, strict=True):
-        assert (old.segments[0].role, new.segments[0].role) == (Role.TEXT, Role.HEAD)
+        assert (old.segments[0].role, new.segments[0].role) == (Role.TEXT, Role.SYSTEM_PREFIX)
         assert "".join(part.text for part in new.segments) == "".join(part.text for part in old.segments)
 
 
@@ -79,7 +79,7 @@ def test_a_stored_prefix_is_exact_and_holds_system_message_and_tools(engine: Fus
     for prompt in prompts(engine):
         done = engine.prefill(prompt)
         head = done.report.lookups[0]
-        assert (head.role, head.hit, head.exact) == ("head", True, True)
+        assert (head.role, head.hit, head.exact) == ("system_prefix", True, True)
         text = prompt.segments[0].text
         assert SYSTEM[:-1] in text or "description" in text  # a template may print tools before or after
         assert all(tool["function"]["description"] in text for tool in TOOLS)
@@ -168,7 +168,7 @@ def test_the_system_message_of_a_chat_without_tools_is_a_prefix_too(llama: Langu
     engine = FusionEngine(llama, MemoryStore(), method=METHOD)
     engine.warm_prefix(SYSTEM)
     head, *_ = engine.prompt_from_text(CONVERSATION).segments
-    assert head.role is Role.HEAD
+    assert head.role is Role.SYSTEM_PREFIX
     assert SYSTEM in head.text
 
 
@@ -182,7 +182,7 @@ def test_a_passage_in_a_system_message_stays_a_chunk_that_can_be_forgotten(engin
     system = f"{SYSTEM}\n\n{PASSAGES[0]}"
     engine.warm_prefix(system, TOOLS)
     prompt = engine.prompt_from_text([("system", system), ("user", QUESTION)], TOOLS)
-    assert [segment.role for segment in prompt.segments[:2]] == [Role.HEAD, Role.CHUNK]
+    assert [segment.role for segment in prompt.segments[:2]] == [Role.SYSTEM_PREFIX, Role.CHUNK]
     assert PASSAGES[0][:40] in prompt.segments[1].text
 
 
@@ -199,4 +199,4 @@ def test_an_absent_prefix_is_not_sought_each_time_but_found_once_it_is_warmed(lm
         engine.prompt_from_text(CONVERSATION, TOOLS)
     assert len(asked) == 1
     engine.warm_prefix(SYSTEM, TOOLS)
-    assert engine.prompt_from_text(CONVERSATION, TOOLS).segments[0].role is Role.HEAD
+    assert engine.prompt_from_text(CONVERSATION, TOOLS).segments[0].role is Role.SYSTEM_PREFIX

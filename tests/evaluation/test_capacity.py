@@ -28,7 +28,7 @@ def test_a_models_own_numbers_agree(llama: LanguageModel, model_folder: str) -> 
 
 
 def test_by_hand() -> None:
-    shape = ModelShape(weights=1000, head=0, attention=2, kv=10)
+    shape = ModelShape(weights=1000, logit_weights=0, attention=2, kv=10)
     rates = Rates(flops=1e6, tiers={"near": 1e6, "far": 1e3}, source="the test")
     found = size_up(
         shape, rates, CorpusPlan(nodes=3600, tokens=100, retrieved=4, question_tokens=0, ratio=0.1, caches=3)

@@ -43,7 +43,7 @@ def prompts(draw: st.DrawFn) -> Prompt:
     drawn = draw(st.lists(st.tuples(st.sampled_from(roles), st.sampled_from(pieces)), min_size=1, max_size=8))
     segments = [Segment(role, ids, "") for role, ids in drawn]
     if segments[0].role is Role.TEXT and draw(st.booleans()):
-        segments[0] = Segment(Role.HEAD, segments[0].ids, "")
+        segments[0] = Segment(Role.SYSTEM_PREFIX, segments[0].ids, "")
     return Prompt((*segments, Segment(Role.QUESTION, draw(st.sampled_from(pieces)), "")))
 
 
@@ -74,7 +74,7 @@ def test_nothing_is_reused_that_the_request_would_not_have_computed(
     if METHODS[method].base is None:
         assert marks == {0.0}
         return
-    inside = [span for span in prompt.spans if span.segment.role in (Role.HEAD, Role.CHUNK)]
+    inside = [span for span in prompt.spans if span.segment.role in (Role.SYSTEM_PREFIX, Role.CHUNK)]
     assert not any(span.start < lease.held < span.stop for span in inside), "no passage is cut"
     if marks != {0.0}:
         ours = [(span.start, span.stop) for span in prompt.chunks if span.start < lease.held]

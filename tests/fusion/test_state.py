@@ -18,7 +18,7 @@ def test_a_part_behind_the_system_prefix_is_exact_only_from_its_first_token(llam
     engine.warm(PASSAGES[:1], bases=(FRAMED,))
     prefix_ids, ids = engine.prompts.prefix_ids, engine.prompts.chunk_ids(PASSAGES[0])
     segments = (
-        Segment(Role.HEAD, prefix_ids, ""),
+        Segment(Role.SYSTEM_PREFIX, prefix_ids, ""),
         Segment(Role.CHUNK, ids[start:], "", ChunkPart(ids, start)),
         Segment(Role.QUESTION, ids[:4], ""),
     )

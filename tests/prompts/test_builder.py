@@ -35,7 +35,7 @@ def builder(tokenizer: PreTrainedTokenizerFast) -> PromptBuilder:
 def test_a_prompt_is_system_prefix_chunks_question_and_header(builder: PromptBuilder) -> None:
     prompt = builder.build(QUESTION, PASSAGES)
     roles = [span.segment.role for span in prompt.spans]
-    assert roles == [Role.HEAD, Role.CHUNK, Role.CHUNK, Role.CHUNK, Role.TEXT, Role.QUESTION, Role.TEXT]
+    assert roles == [Role.SYSTEM_PREFIX, Role.CHUNK, Role.CHUNK, Role.CHUNK, Role.TEXT, Role.QUESTION, Role.TEXT]
     assert prompt.ids == tuple(i for segment in prompt.segments for i in segment.ids)
     assert prompt.segments[0].ids == prompt.prefix_ids == builder.prefix_ids
 
@@ -265,7 +265,7 @@ def test_a_conversation_is_never_part_of_the_system_prefix(builder: PromptBuilde
     history = [("user", "My secret is 42."), ("assistant", "I see.")]
     prompt = builder.build(QUESTION, PASSAGES, history)
     assert [s.role for s in prompt.segments if "42" in s.text] == [Role.TEXT]
-    assert Role.HEAD not in [s.role for s in prompt.segments]
+    assert Role.SYSTEM_PREFIX not in [s.role for s in prompt.segments]
     assert prompt.prefix_ids == builder.prefix_ids, "chunks are still found under their system prefix"
 
 
@@ -375,9 +375,9 @@ def test_finished_text_gets_the_start_token_its_tokenizer_would_give() -> None:
 
 def test_a_prompt_must_end_in_text_to_compute() -> None:
     with pytest.raises(ValueError, match="must end with text that is not stored"):
-        Prompt((Segment(Role.HEAD, (1,), ""), Segment(Role.CHUNK, (2,), "")))
+        Prompt((Segment(Role.SYSTEM_PREFIX, (1,), ""), Segment(Role.CHUNK, (2,), "")))
     with pytest.raises(ValueError, match="only the first segment"):
-        Prompt((Segment(Role.CHUNK, (1,), ""), Segment(Role.HEAD, (2,), ""), Segment(Role.TEXT, (3,), "")))
+        Prompt((Segment(Role.CHUNK, (1,), ""), Segment(Role.SYSTEM_PREFIX, (2,), ""), Segment(Role.TEXT, (3,), "")))
 
 
 @pytest.mark.slow

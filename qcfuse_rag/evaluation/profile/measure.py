@@ -165,7 +165,7 @@ def attention_by_layer(lm: LanguageModel, prompt: Prompt) -> Tensor:
     """
     fused = FusedPrompt.empty(ModelRunner(lm, MemoryStore()), prompt, len(prompt))
     for span in prompt.spans:
-        if span.segment.role in (Role.HEAD, Role.CHUNK):
+        if span.segment.role in (Role.SYSTEM_PREFIX, Role.CHUNK):
             fused.known[span.start : span.stop] = True
     asking = fused.probe_rows()
     length = int(asking[-1]) + 1  # no asking row sees a later token

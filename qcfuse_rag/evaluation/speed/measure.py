@@ -159,7 +159,7 @@ def random_prompt(lm: LanguageModel, context: int, chunk: int, generator: torch.
             f"a context of {context:,} tokens exceeds the model's window of {lm.context_window.tokens:,}"
         )
     drawn = [tuple(torch.randint(vocabulary, (length,), generator=generator).tolist()) for length in lengths]
-    roles = [Role.HEAD, *(Role.CHUNK for _ in sizes), Role.QUESTION]
+    roles = [Role.SYSTEM_PREFIX, *(Role.CHUNK for _ in sizes), Role.QUESTION]
     segments = tuple(Segment(role, ids, "") for role, ids in zip(roles, drawn, strict=True))
     return Prompt(segments, prefix_ids=drawn[0])
 

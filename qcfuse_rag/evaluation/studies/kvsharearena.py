@@ -97,9 +97,9 @@ def kvsharearena(
     summary = summarize(records, [configuration.key for configuration in chosen])
     counts = f"{len(asked)} of {len(arena.examples)} questions, {about['left_out']} left out as too long"
     checksum = "right" if arena.checked else "not checked"
-    head = f"{arena.subset} ({arena.track}): {counts}, checksum {checksum}, {about['model']}\n"
+    title = f"{arena.subset} ({arena.track}): {counts}, checksum {checksum}, {about['model']}\n"
     return StudyResult(
-        {"arena": about, "summary": summary, "records": records}, [head, markdown_table(COLUMNS, map(_cells, summary))]
+        {"arena": about, "summary": summary, "records": records}, [title, markdown_table(COLUMNS, map(_cells, summary))]
     )
 
 
