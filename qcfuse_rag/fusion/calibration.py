@@ -47,6 +47,6 @@ class Calibration:
         left = sum(stop - start for start, stop in inexact) - selected
         if left <= 0 or hash_ids(fused.prompt.prefix_ids) != self.prefix or len(self.biases) != fused.lm.n_layers:
             return None
-        first, last = min(start for start, _ in inexact), max(stop for _, stop in inexact)
-        start = max(span.stop for span in fused.prompt.chunks)
-        return ReaderBias(torch.tensor(self.biases, device=fused.lm.device), start, first, last)
+        first_row = max(span.stop for span in fused.prompt.chunks)
+        start, stop = min(start for start, _ in inexact), max(stop for _, stop in inexact)
+        return ReaderBias(torch.tensor(self.biases, device=fused.lm.device), first_row, start, stop)

@@ -88,12 +88,12 @@ class DeviationProbe:
         """
         lm = fused.lm
         layer = min(self.layer, lm.n_layers - 1)
-        last = max(placed.span.stop for placed in fused.placed_chunks)
+        stop = max(placed.span.stop for placed in fused.placed_chunks)
         is_row = ~fused.known
         for placed in fused.placed_chunks:
             if not placed.exact:
                 is_row[placed.span.start : placed.span.stop] = True
-        is_row[last:] = False
+        is_row[stop:] = False
         plan = RowsPlan.of(is_row.nonzero()[:, 0], lm.sliding, device=lm.device)
         rows = plan.rows
         buffer = fused.await_all()

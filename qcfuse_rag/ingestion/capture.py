@@ -60,14 +60,14 @@ def capture_chunks(lm: LanguageModel, prefix_ids: tuple[int, ...], chunks: Seque
 
     context, captures = [hash_ids(chunk) for chunk in chunks], []
     for index in reversed(range(1, len(chunks))):  # the instruction overwrites what follows a chunk
-        first, last = spans[index]
-        order = _ranked(lm, buffer, first, last, instruction[: length - last])
-        rotate_buffer(buffer, lm.ropes, first, last, back=True)
-        tokens = slice(first - len(prefix_ids), last - len(prefix_ids))
+        start, stop = spans[index]
+        order = _ranked(lm, buffer, start, stop, instruction[: length - stop])
+        rotate_buffer(buffer, lm.ropes, start, stop, back=True)
+        tokens = slice(start - len(prefix_ids), stop - len(prefix_ids))
         captures.append(
             ChunkKV.of(
-                [keys[0, :, first:last].clone() for keys in buffer.keys],
-                [values[0, :, first:last].clone() for values in buffer.values],
+                [keys[0, :, start:stop].clone() for keys in buffer.keys],
+                [values[0, :, start:stop].clone() for values in buffer.values],
                 order,
                 probe_layers=lm.critical_layers,
                 context=tuple(context[:index]),
@@ -78,17 +78,16 @@ def capture_chunks(lm: LanguageModel, prefix_ids: tuple[int, ...], chunks: Seque
     return captures[::-1]
 
 
-def _ranked(lm: LanguageModel, buffer: KVBuffer, first: int, last: int, instruction: tuple[int, ...]) -> Tensor:
+def _ranked(lm: LanguageModel, buffer: KVBuffer, start: int, stop: int, instruction: tuple[int, ...]) -> Tensor:
     """Compute the instruction behind a chunk, overwriting the buffer; return the ranking `[n_layers, n_tokens]`."""
-    ranking = TokenRanking(lm.n_layers, first, [last - first], [len(instruction)], lm.device)
+    ranking = TokenRanking(lm.n_layers, start, [stop - start], [len(instruction)], lm.device)
 
     def observe(layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
         # The ranking expects rows from the chunk's first token on, but does not read the rows of the chunk itself.
-        padded = functional.pad(query, (0, 0, last - first, 0))
+        padded = functional.pad(query, (0, 0, stop - start, 0))
         ranking.observe(layer, padded, key, params)
 
     if instruction:
-        stop = last + len(instruction)
-        plan = RowsPlan.between(last, stop, lm.device, lm.sliding, observe)
+        plan = RowsPlan.between(stop, stop + len(instruction), lm.device, lm.sliding, observe)
         forward_hidden(lm, torch.tensor(instruction, device=lm.device), plan, buffer, depth=lm.n_layers)
     return ranking.order(0)

@@ -64,11 +64,11 @@ class ContextAttention:
             visible = distance >= 0 if params.window is None else (distance >= 0) & (distance < params.window)
             scores = attention_scores(query[:, :, start:stop], key[:, :, :stop], params.scaling, params.softcap)
             weights = scores.masked_fill_(~visible, float("-inf")).softmax(-1)[0].mean(0)  # [r, stop]
-            first, last = start - self._start, stop - self._start
-            to_chunks = weights[:, self._start :] @ member[:last]  # [r, C]
-            self.mass[layer] += member[first:last].T @ to_chunks
-            earlier = torch.arange(chunks, device=key.device)[None, :] < self._chunk[first:last, None]
-            self.tokens[first:last] += (to_chunks * earlier).sum(1) / self._n_layers
+            rows = slice(start - self._start, stop - self._start)
+            to_chunks = weights[:, self._start :] @ member[: rows.stop]  # [r, C]
+            self.mass[layer] += member[rows].T @ to_chunks
+            earlier = torch.arange(chunks, device=key.device)[None, :] < self._chunk[rows, None]
+            self.tokens[rows] += (to_chunks * earlier).sum(1) / self._n_layers
 
     def facts(self, index: int) -> dict[str, tuple[float, ...]]:
         """Return a chunk's statistics for the store.

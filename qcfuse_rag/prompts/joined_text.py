@@ -64,21 +64,21 @@ def _stored_parts(
     matches: Sequence[PassageMatch],
 ) -> Iterator[tuple[int, int, ChunkPart]]:
     """Yield the token ranges `start <= t < stop` whose tokens equal those of a stored chunk, in order."""
-    first = 0
+    start = 0
     for match in matches:
-        while first < len(ids) and offsets[first][1] <= match.start:
-            first += 1
-        last = first
-        while last < len(ids) and offsets[last][0] < match.stop:
-            last += 1
+        while start < len(ids) and offsets[start][1] <= match.start:
+            start += 1
+        stop = start
+        while stop < len(ids) and offsets[stop][0] < match.stop:
+            stop += 1
         chunk_ids = builder.chunk_ids(match.text)
-        in_text = _positioned(text[match.start : match.stop], ids[first:last], offsets[first:last], match.start)
+        in_text = _positioned(text[match.start : match.stop], ids[start:stop], offsets[start:stop], match.start)
         in_chunk = _positioned(match.text, chunk_ids, builder.chunk_offsets(match.text), builder.chunk_lead)
         for chunk_start, text_start, size in _equal_runs(in_chunk, in_text):
             if size >= MIN_RUN:
-                start = first + text_start
-                yield start, start + size, ChunkPart(chunk_ids, chunk_start)
-        first = last
+                first = start + text_start
+                yield first, first + size, ChunkPart(chunk_ids, chunk_start)
+        start = stop
 
 
 PositionedToken = tuple[int, int, int]

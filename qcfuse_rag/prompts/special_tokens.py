@@ -77,7 +77,7 @@ class RenderedText:
 
     def part(self, start: int, stop: int) -> RenderedText:
         """Return the characters `start <= c < stop`."""
-        inside = [(first - start, last - start) for first, last in self.spelt if start <= first and last <= stop]
+        inside = [(begin - start, end - start) for begin, end in self.spelt if start <= begin and end <= stop]
         return RenderedText(self.text[start:stop], tuple(inside))
 
     def pieces(self) -> Iterator[tuple[int, str, bool]]:

@@ -138,7 +138,8 @@ def rotate_buffer(buffer: KVBuffer, ropes: Sequence[LayerRope], start: int, stop
         if rope.inv_freq is None:
             continue
         table = angles_from(tables, rope, start, stop, keys.device)
-        for first in range(start, stop, TOKENS_PER_STEP):
-            last = min(first + TOKENS_PER_STEP, stop)
-            part, (cos, sin) = keys[:, :, first:last], (angle[first - start : last - start] for angle in table)
+        for part_start in range(start, stop, TOKENS_PER_STEP):
+            part_stop = min(part_start + TOKENS_PER_STEP, stop)
+            part = keys[:, :, part_start:part_stop]
+            cos, sin = (angle[part_start - start : part_stop - start] for angle in table)
             part.copy_(rotate(part, cos, -sin if back else sin, interleaved=rope.interleaved))

@@ -25,26 +25,26 @@ MAX_CACHED_MASK_BYTES = 4 << 20
 class ReaderBias:
     """Corrects how much attention the rows behind the passages pay to passages that are not exact.
 
-    A head's bias is added to its scores of rows at positions >= `start` on keys at positions `first <= p < last`; see
-    `verification.calibration`. Rows of the passages themselves have no bias.
+    A head's bias is added to its scores of rows at positions >= `first_row` on keys at positions `start <= p < stop`;
+    see `verification.calibration`. Rows of the passages themselves have no bias.
 
     Attributes:
         by_layer: `[n_layers, Hq]` float32, on the model's device.
-        start: the first position behind the passages.
-        first: the first biased key.
-        last: the key after the last biased one, at most `start`.
+        first_row: the first position behind the passages.
+        start: the first biased key.
+        stop: the key after the last biased one, at most `first_row`.
     """
 
     by_layer: Tensor
+    first_row: int
     start: int
-    first: int
-    last: int
+    stop: int
 
     def behind(self, exact: int) -> ReaderBias | None:
         """Return the bias when all positions before `exact` hold full prefill's keys; None if nothing is left of it."""
-        if exact <= self.first:
+        if exact <= self.start:
             return self
-        return None if exact >= self.last else replace(self, first=exact)
+        return None if exact >= self.stop else replace(self, start=exact)
 
 
 @dataclass(frozen=True, slots=True)

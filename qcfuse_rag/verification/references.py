@@ -99,7 +99,7 @@ class ReferenceAnswers:
                 bias = fused.buffer.reader_bias
                 if bias is not None:
                     for odds, prefilled in ((full_odds, full), (fused_odds, fused)):
-                        odds.append(passage_odds(lm, prefilled.prompt, prefilled.buffer, ids, bias.first))
+                        odds.append(passage_odds(lm, prefilled.prompt, prefilled.buffer, ids, bias.start))
         return fit_calibration(prefix_ids, full_odds, fused_odds) if fused_odds else None
 
     def _references(self, cases: Sequence[Case]) -> list[Reference]:

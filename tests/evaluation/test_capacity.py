@@ -18,13 +18,13 @@ def test_the_shape_of_an_8b_model() -> None:
     assert shape.attention == 4 * 36 * 32 * 128
     layer = 4096 * (32 * 128) * 2 + 4096 * (8 * 128) * 2 + 3 * 4096 * 12288
     assert shape.weights == 36 * layer
-    assert shape.head == 151936 * 4096
+    assert shape.logit_weights == 151936 * 4096
 
 
 def test_a_models_own_numbers_agree(llama: LanguageModel, model_folder: str) -> None:
     shape = shape_of(model_folder)
     assert shape.kv * 4 == llama.kv_bytes_per_token
-    assert shape.operations(100, 500) + 2 * shape.head == pytest.approx(row_operations(llama, 100, 1000))
+    assert shape.operations(100, 500) + 2 * shape.logit_weights == pytest.approx(row_operations(llama, 100, 1000))
 
 
 def test_by_hand() -> None:

@@ -113,9 +113,9 @@ def test_the_bias_is_the_mean_gap_of_the_log_odds(engine: FusionEngine) -> None:
         fused = engine.prefill(prompt, method=REUSE, answer_tokens=len(ANSWER))
         bias = engine.prefill(prompt, method=calibrated(engine)).buffer.reader_bias
         assert bias is not None
-        assert bias.first == prompt.chunks[1].start, "the first passage is exact"
+        assert bias.start == prompt.chunks[1].start, "the first passage is exact"
         for odds, prefilled in ((full_odds, full), (fused_odds, fused)):
-            odds.append(passage_odds(engine.lm, prompt, prefilled.buffer, ANSWER, bias.first))
+            odds.append(passage_odds(engine.lm, prompt, prefilled.buffer, ANSWER, bias.start))
         gaps.append(full_odds[-1] - fused_odds[-1])
     calibration = fit_calibration(engine.prompts.prefix_ids, full_odds, fused_odds)
     assert torch.allclose(torch.tensor(calibration.biases), (gaps[0] + gaps[1]) / 2, atol=1e-3)

@@ -17,7 +17,7 @@ from qcfuse_rag.runtime.step_plan import StepPlan
 from tests.runtime.test_attention import Layer
 
 HEADS, KV_HEADS, DIM, LENGTH = 6, 2, 16, 90
-START, FIRST, LAST = 70, 20, 64
+FIRST_ROW, START, STOP = 70, 20, 64
 ROWS = torch.tensor([3, 19, 20, 41, 63, 66, *range(70, 90)])
 SCALING = DIM**-0.5
 
@@ -35,15 +35,15 @@ def tensors(seed: int, rows: int = len(ROWS)) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def bias_of(seed: int, first: int = FIRST, last: int = LAST) -> ReaderBias:
-    return ReaderBias(torch.randn(4, HEADS, generator=torch.Generator().manual_seed(seed)), START, first, last)
+def bias_of(seed: int, start: int = START, stop: int = STOP) -> ReaderBias:
+    return ReaderBias(torch.randn(4, HEADS, generator=torch.Generator().manual_seed(seed)), FIRST_ROW, start, stop)
 
 
 def expected(
     tensors: tuple[Tensor, Tensor, Tensor],
     rows: Tensor,
     bias: Tensor,
-    keys: tuple[int, int] = (FIRST, LAST),
+    keys: tuple[int, int] = (START, STOP),
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -56,7 +56,7 @@ def expected(
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     positions = torch.arange(LENGTH)
-    reads = (rows >= START)[:, None] & (positions >= keys[0]) & (positions < keys[1])
+    reads = (rows >= FIRST_ROW)[:, None] & (positions >= keys[0]) & (positions < keys[1])
     scores = scores + reads * bias[:, None, None].double()
     distance = rows[:, None] - positions
     seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
@@ -85,15 +85,15 @@ def test_the_bias_is_added_to_the_scores_of_reading_rows(options: dict[str, obje
     assert float((plain[:, 6:] - out[:, 6:]).abs().max()) > 1e-2, "the bias changes what readers get"
 
 
-@given(first=st.integers(0, 69), length=st.integers(1, 70), sparse=st.integers(0, 69), readers=st.integers(1, 20))
+@given(start=st.integers(0, 69), length=st.integers(1, 70), sparse=st.integers(0, 69), readers=st.integers(1, 20))
 @settings(deadline=None, max_examples=40)
-def test_any_range_of_keys_and_any_rows(first: int, length: int, sparse: int, readers: int) -> None:
-    last = min(first + length, START)
+def test_any_range_of_keys_and_any_rows(start: int, length: int, sparse: int, readers: int) -> None:
+    stop = min(start + length, FIRST_ROW)
     rows = torch.tensor([*range(0, sparse, 3), *range(LENGTH - readers, LENGTH)])
-    data, bias = tensors(2, len(rows)), bias_of(3, first, last)
+    data, bias = tensors(2, len(rows)), bias_of(3, start, stop)
     plan = replace(RowsPlan.of(rows), reader_bias=bias)
     out, _ = rows_attention(layer_at(1), *data, None, SCALING, fusion=plan)  # type: ignore[arg-type]
-    assert float((out[0] - expected(data, rows, bias.by_layer[1], (first, last))).abs().max()) < 1e-5
+    assert float((out[0] - expected(data, rows, bias.by_layer[1], (start, stop))).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("window", [None, 30])
@@ -113,8 +113,8 @@ def test_decode_steps_read_with_the_bias_of_their_own_buffer(window: int | None)
 
 def test_what_is_exact_has_no_bias() -> None:
     bias = bias_of(7)
-    assert bias.behind(FIRST) is bias
+    assert bias.behind(START) is bias
     narrowed = bias.behind(40)
     assert narrowed is not None
-    assert (narrowed.first, narrowed.last, narrowed.start) == (40, LAST, START)
-    assert bias.behind(LAST) is None
+    assert (narrowed.start, narrowed.stop, narrowed.first_row) == (40, STOP, FIRST_ROW)
+    assert bias.behind(STOP) is None

@@ -41,11 +41,11 @@ def answer_positions(prompts: PromptBuilder, prompt: Prompt, sample: Sample) -> 
         span = next(spans)
         if sample.supporting and index not in sample.supporting:
             continue
-        ranges = find_answers(span.segment.text, sample.answers)
+        answers = find_answers(span.segment.text, sample.answers)
         positions += [
             span.start + token
             for token, (start, stop) in enumerate(offsets)
-            if any(start < last and first < stop for first, last in ranges)
+            if any(start < end and begin < stop for begin, end in answers)
         ]
     return tuple(positions)
 

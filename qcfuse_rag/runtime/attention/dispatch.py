@@ -118,7 +118,7 @@ def rows_attention(  # noqa: PLR0913 called by transformers
         q = query[:, :, block.start : block.stop]
         k, v = key[:, :, block.first_key : block.last_key], value[:, :, block.first_key : block.last_key]
         biased_mask = None
-        if bias is not None and fusion.rows[block.stop - 1] >= bias.start:
+        if bias is not None and fusion.rows[block.stop - 1] >= bias.first_row:
             biased_mask = _biased_mask(fusion.rows[block.start : block.stop], block, bias, layer)
         if _is_plain(params):
             outputs.append(_fast_attention(q, k, v, block, scaling, biased_mask))
@@ -143,13 +143,13 @@ def _step_attention(query: Tensor, plan: StepPlan, layer: int, params: Attention
     """Attend with one row of each request to the keys in its buffer; return `[B, 1, Hq, Dv]`."""
     outputs = []
     for index, (buffer, position) in enumerate(zip(plan.buffers, plan.positions, strict=True)):
-        last = position + 1
-        first = 0 if params.window is None else max(0, last - params.window)
+        stop = position + 1
+        start = 0 if params.window is None else max(0, stop - params.window)
         row_query = query[index : index + 1]
-        key, value = (side[layer][:, :, first:last] for side in (buffer.keys, buffer.values))
-        block = RowBlock(0, 1, first, last, mask=None, causal=False)
+        key, value = (side[layer][:, :, start:stop] for side in (buffer.keys, buffer.values))
+        block = RowBlock(0, 1, start, stop, mask=None, causal=False)
         mask = None
-        if buffer.reader_bias is not None and position >= buffer.reader_bias.start:
+        if buffer.reader_bias is not None and position >= buffer.reader_bias.first_row:
             mask = _biased_mask(plan.rows[index], block, buffer.reader_bias, layer)
         if _is_plain(params):
             out = _fast_attention(row_query, key, value, block, params.scaling, mask)
@@ -197,7 +197,7 @@ def _biased_mask(rows: Tensor, block: RowBlock, bias: ReaderBias, layer: int) ->
         layer: the layer.
     """
     positions = torch.arange(block.first_key, block.last_key, device=rows.device)
-    biased = (rows >= bias.start)[:, None] & ((positions >= bias.first) & (positions < bias.last))[None, :]
+    biased = (rows >= bias.first_row)[:, None] & ((positions >= bias.start) & (positions < bias.stop))[None, :]
     mask = biased * bias.by_layer[layer][:, None, None]
     if block.mask is not None:
         mask = mask.masked_fill(~block.mask, float("-inf"))

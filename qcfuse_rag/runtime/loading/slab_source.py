@@ -60,8 +60,8 @@ class SlabSource:
             return layers, None
         bounds = [(layout.bounds[layers.start], layout.bounds[layers.stop]) for layout in self._layouts]
         pairs = zip(self._memories, bounds, strict=True)
-        handle, addresses = self._transfer.send_spans([memory[first:last] for memory, (first, last) in pairs])
-        self._bases[layers.start] = np.array(addresses) - [first for first, _ in bounds]
+        handle, addresses = self._transfer.send_spans([memory[start:stop] for memory, (start, stop) in pairs])
+        self._bases[layers.start] = np.array(addresses) - [start for start, _ in bounds]
         return layers, handle
 
     def place(self, sent: Sequence[SentLayers]) -> int:

@@ -51,10 +51,10 @@ class BlockRange(NamedTuple):
     row_bytes: int
     piece_bytes: int
 
-    def range(self, first: int, last: int) -> tuple[int, int]:
-        """Return the bytes of pieces `first <= i < last`, from the first block's start."""
-        missing = max(0, last * ROWS_PER_PIECE - self.shape[0]) * self.row_bytes
-        return self.offset + first * self.piece_bytes, self.offset + last * self.piece_bytes - missing
+    def range(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the bytes of pieces `start <= i < stop`, from the first block's start."""
+        missing = max(0, stop * ROWS_PER_PIECE - self.shape[0]) * self.row_bytes
+        return self.offset + start * self.piece_bytes, self.offset + stop * self.piece_bytes - missing
 
     @property
     def end(self) -> int:

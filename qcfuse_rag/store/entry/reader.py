@@ -193,20 +193,20 @@ class StoredBlocks(Blocks):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def _read_pieces(self, block: BlockRange, first: int, last: int) -> Tensor:
-        """Read and check pieces `first <= i < last`, which are stored one after the other."""
-        begin, end = block.range(first, last)
+    def _read_pieces(self, block: BlockRange, start: int, stop: int) -> Tensor:
+        """Read and check pieces `start <= i < stop`, which are stored one after the other."""
+        begin, end = block.range(start, stop)
         stored = self._entry.read(self._start + begin, self._start + end)
         size = block.piece_bytes
-        for index in range(first, last):
-            offset = (index - first) * size
+        for index in range(start, stop):
+            offset = (index - start) * size
             check_piece(stored[offset : offset + size], block.checksums[index], block.name)
-        raw = stored if self._cipher is None else memoryview(self._decrypted(self._cipher, block, first, stored))
+        raw = stored if self._cipher is None else memoryview(self._decrypted(self._cipher, block, start, stored))
         return torch.frombuffer(raw, dtype=block.dtype).reshape(-1, *block.shape[1:])
 
     @staticmethod
-    def _decrypted(cipher: EntryCipher, block: BlockRange, first: int, stored: memoryview) -> bytearray:
+    def _decrypted(cipher: EntryCipher, block: BlockRange, start: int, stored: memoryview) -> bytearray:
         clear, size = bytearray(), block.piece_bytes
-        for number, offset in enumerate(range(0, len(stored), size), start=block.first_piece + first):
+        for number, offset in enumerate(range(0, len(stored), size), start=block.first_piece + start):
             clear += cipher.decrypt(number, stored[offset : offset + size])
         return clear
