@@ -44,7 +44,7 @@ def forward_step(
     unbiased = all(buffer.reader_bias is None for buffer in buffers)
     if unbiased and kernels_available(lm.device, lm.dtype, lm.widest_head):
         plan = TablePlan(rows, KVTable.of(buffers, lm.shapes, max(positions) + 1), lm.sliding)
-    return forward_plan(lm.fused, to_device(torch.tensor(tokens), lm.device), plan)
+    return forward_plan(lm.fused_model, to_device(torch.tensor(tokens), lm.device), plan)
 
 
 @torch.inference_mode()

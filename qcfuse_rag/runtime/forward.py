@@ -36,9 +36,9 @@ def forward_rows(
     Returns:
         `[vocabulary]` float32 logits after the last row.
     """
-    model: nn.Module = lm.fused
+    model: nn.Module = lm.fused_model
     if hooked_pass is not None:
-        model = model_view(model, lm.fused.get_decoder(), lm.n_layers, hooked_pass)
+        model = model_view(model, lm.fused_model.get_decoder(), lm.n_layers, hooked_pass)
     logits = model(**model_inputs(ids, plan, buffer), logits_to_keep=1).logits
     return logits[0, -1].float()  # type: ignore[no-any-return]
 
@@ -49,7 +49,7 @@ def forward_logits(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuf
 
     With `last` above 0, only the logits after the last so many rows are computed and returned.
     """
-    logits: Tensor = lm.fused(**model_inputs(ids, plan, buffer), logits_to_keep=last).logits
+    logits: Tensor = lm.fused_model(**model_inputs(ids, plan, buffer), logits_to_keep=last).logits
     return logits[0].float()
 
 
@@ -73,7 +73,7 @@ def forward_hidden(
         depth: number of layers to run.
         hooked_pass: acts between layers, or None.
     """
-    decoder = lm.fused.get_decoder()
+    decoder = lm.fused_model.get_decoder()
     if hooked_pass is not None or depth < lm.n_layers:
         decoder = decoder_view(decoder, depth, hooked_pass)
     decoder(**model_inputs(ids, plan, buffer))

@@ -165,7 +165,7 @@ class LanguageModel:
         return build_grammar_vocabulary(self.model, self.tokenizer)
 
     @cached_property
-    def fused(self) -> PreTrainedModel:
+    def fused_model(self) -> PreTrainedModel:
         """A view of the model with faster parts, which all passes run; the model itself if it has none.
 
         Where kernels are used, norms, rotations and gates are fused. On CPUs that multiply bfloat16 numbers, single
@@ -176,6 +176,11 @@ class LanguageModel:
         if not kernels_available(self.device, self.dtype, self.widest_head):
             return self.model
         return next(iter(fused_view_first(self.model)))
+
+    @property
+    def views(self) -> tuple[PreTrainedModel, ...]:
+        """The models whose passes may be recorded, in order of preference: the fused view, if any, and the model."""
+        return tuple(dict.fromkeys((self.fused_model, self.model)))
 
     @property
     def widest_head(self) -> int:

@@ -10,7 +10,6 @@ import torch
 
 from qcfuse_rag.runtime.buffer import SPARE_BYTES, BufferPool, KVBuffer
 from qcfuse_rag.runtime.costs import MeasuredCosts
-from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
@@ -67,8 +66,8 @@ class ModelRunner:
         self.lm, self.store = lm, store
         _page_lock(lm, store)
         self.load_limit_s, self.overlap = load_limit_s, overlap
-        self.prefills = PrefillRunner(lm, candidate_views=fused_view_first)
-        self.decodes = DecodeRunner(lm, candidate_views=fused_view_first)
+        self.prefills = PrefillRunner(lm, candidate_views=lambda _: lm.views)
+        self.decodes = DecodeRunner(lm, candidate_views=lambda _: lm.views)
         self.transfers = TransferOpener(lm)
         self.costs = MeasuredCosts(lm, store, self.prefills, self.transfers)
         self.step_costs = MeasuredStepCosts(lm, self.prefills, self.decodes)

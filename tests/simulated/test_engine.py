@@ -120,7 +120,7 @@ def test_stored_chunks_arrive_from_every_tier(
 def test_recorded_passes_and_steps_are_replayed(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seams.recorded_views(monkeypatch, fused_view_first)
+    seams.fused_model(monkeypatch, fused_view_first)
     seams.decode_trial_lengths(monkeypatch, (5, 40))
     cpu, gpu = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True), layers=2)
     gpu.runner.prefills.compile(rows=(16, 48))
@@ -143,8 +143,8 @@ def test_passes_use_fused_norms_rotations_and_gates(
     """Not only recorded ones: a whole prompt spends a quarter of its time on them by calculation."""
     seams.fused_model(monkeypatch, fused_view_first)
     cpu, gpu = engines(device, tokenizer, "gemma3-two-ropes", layers=1)
-    assert gpu.lm.fused is not gpu.lm.model
-    assert cpu.lm.fused is cpu.lm.model
+    assert gpu.lm.fused_model is not gpu.lm.model
+    assert cpu.lm.fused_model is cpu.lm.model
     before = {kernel: device.launched[kernel] for kernel in ("normalize", "rotate", "gate")}
     prompt = cpu.prompt(QUESTION, PASSAGES[:1])
     if work == "warming":

@@ -83,7 +83,6 @@ KERNELS = {
 
 recorder_has_kernels = _seam("qcfuse_rag.runtime.graphs.recorder.kernels_available")
 recorder_refusal = _seam("qcfuse_rag.runtime.graphs.recorder.unavailable_reason")
-recorded_views = _seam("qcfuse_rag.runtime.runner.fused_view_first")
 fused_model = _seam("qcfuse_rag.runtime.language_model.fused_view_first")
 decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.decode_graphs.CHECKED_POSITIONS")
 

@@ -64,7 +64,7 @@ def test_processors_that_multiply_bfloat16_use_the_view(
 ) -> None:
     monkeypatch.setattr(language_model, "multiplies_bfloat16", lambda: supported)
     lm = LanguageModel.wrap(build_model("llama").bfloat16(), tokenizer)
-    assert (products(lm.fused) > 0) is supported
+    assert (products(lm.fused_model) > 0) is supported
     assert measure_exactness(lm).passed
     plain = LanguageModel.wrap(build_model("llama"), tokenizer)
-    assert plain.fused is plain.model
+    assert plain.fused_model is plain.model
