@@ -32,8 +32,8 @@ class IdleWarming:
 
     Args:
         handle: the engine, and the scheduler whose requests come first.
-        library: the library that the server retrieves from, or None. Its passages are warmed only while it has them:
-            documents may have been removed or replaced since the request.
+        library: the library that the server retrieves from, or None. What it forgets is not warmed any more, and its
+            own passages are warmed only while it has them: documents may have been replaced since the request.
         max_waiting: most passages that wait; the oldest of more are dropped.
 
     Attributes:
@@ -43,9 +43,12 @@ class IdleWarming:
     def __init__(self, handle: EngineHandle, library: ServedLibrary | None = None, *, max_waiting: int = 256) -> None:
         self._handle, self._library, self._max_waiting = handle, library, max_waiting
         self._waiting: OrderedDict[str, str] = OrderedDict()  # text -> source
+        self._warming: str | None = None  # the source of the passage that is warmed now
         self._changed = threading.Condition()
         self._closed = False
         self.warmed = 0
+        if library is not None:
+            library.forget_listeners.append(self.forget)
         self._thread = BackgroundThread(self._run, name="qcfuse-keep", close=self.close)
 
     def add(self, passages: Iterable[tuple[str, str]]) -> None:
@@ -57,6 +60,13 @@ class IdleWarming:
             while len(self._waiting) > self._max_waiting:
                 self._waiting.popitem(last=False)
             self._changed.notify()
+
+    def forget(self, source: str) -> None:
+        """Drop the waiting passages of a source; a passage that is warmed now is forgotten when it is done."""
+        with self._changed:
+            self._waiting = OrderedDict(pair for pair in self._waiting.items() if pair[1] != source)
+            if self._warming == source:
+                self._warming = None
 
     def close(self) -> None:
         """Warm no further passage and end the thread; what waits is dropped."""
@@ -72,9 +82,16 @@ class IdleWarming:
             if not self._wait_until_idle():
                 return
             with self._changed:
+                if not self._waiting:
+                    continue  # forgotten meanwhile
                 text, source = self._waiting.popitem()  # the newest
+                self._warming = source
             try:
                 self._warm(text, source)
+                with self._changed:
+                    forgotten, self._warming = self._warming is None, None
+                if forgotten and not self._is_current(text, source):
+                    self._handle.engine.forget(source)
             except Exception as error:
                 LOG.warning("a passage of a request is not kept: %s", error)
 
@@ -92,9 +109,13 @@ class IdleWarming:
 
     def _warm(self, text: str, source: str) -> None:
         engine = self._handle.engine
-        if self._library is not None and source != CLIENTS and not self._library.has(text, source):
+        if source != CLIENTS and self._library is not None and not self._library.has(text, source):
             return
         if len(text) > LONGEST * engine.prompts.longest_token or len(engine.prompts.chunk_ids(text)) > LONGEST:
             LOG.warning("a passage of a request is not kept: it has more than %d tokens", LONGEST)
             return
         self.warmed += engine.warm([text], sources=[source], replace=False).warmed > 0
+
+    def _is_current(self, text: str, source: str) -> bool:
+        """Return whether a document of the library has the passage now."""
+        return source != CLIENTS and self._library is not None and self._library.has(text, source)

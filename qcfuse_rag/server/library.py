@@ -39,6 +39,9 @@ class ServedLibrary(Retriever):
         changing: returns a context in which no other job changes the library; raises `Busy` if another job does.
         on_forget: called with the name of each document that was removed.
 
+    Attributes:
+        forget_listeners: `on_forget` and further functions that are called like it.
+
     Raises:
         QCFuseError: if there is no index, or it cannot be read.
         ModelNotFound: if the index's embedding model cannot be loaded.
@@ -57,7 +60,8 @@ class ServedLibrary(Retriever):
         super().__init__(folder)
         self.editable = editable
         self._folder, self._engine, self._count = folder, engine, count
-        self._changing, self._on_forget = changing, on_forget
+        self._changing = changing
+        self.forget_listeners = [on_forget]
         self._retrieving = threading.Lock()  # tokenizers cannot be used by two threads at once
 
     def retrieve_for(self, question: str, after: str | None) -> list[RetrievedPassage]:
@@ -154,7 +158,8 @@ class ServedLibrary(Retriever):
                 if len(index.passages) < before:
                     self._replace_index(index)
             finally:
-                self._on_forget(source)
+                for listener in self.forget_listeners:
+                    listener(source)
         return {"caches": caches, "passages": before - len(index.passages)}
 
     def _replace_index(self, index: PassageIndex) -> None:

@@ -400,6 +400,35 @@ async def test_what_is_removed_while_it_waits_is_not_warmed(
     warming.close()
 
 
+@pytest.mark.parametrize("when", ["waiting", "being warmed"])
+async def test_what_clients_sent_can_be_forgotten_before_it_is_warm(
+    when: str,
+    engine: FusionEngine,
+    library: ServedLibrary,
+    keep: tuple[IdleWarming, EngineHandle],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began, go_on, plain = threading.Event(), threading.Event(), engine.warm
+
+    def slow(*given: Any, **rest: Any) -> Any:
+        began.set()
+        go_on.wait(20)
+        return plain(*given, **rest)
+
+    monkeypatch.setattr(engine, "warm", slow)
+    warming = IdleWarming(keep[1], library)
+    texts = [HARBOUR, f"{HARBOUR} Twice."]
+    warming.add((text, CLIENTS) for text in texts[: 1 if when == "being warmed" else 2])
+    assert await asyncio.to_thread(began.wait, 20)
+    async with client(make_app(EngineBackend(keep[1], "tiny"), library=library)) as http:
+        await http.delete("/v1/documents/clients")
+    go_on.set()
+    await until(lambda: warming.warmed == 1 and warming._warming is None)
+    warming.close()
+    assert warming.warmed == 1
+    assert not {*texts} & {*stored(engine)}
+
+
 async def test_without_that_setting_nothing_that_is_sent_is_kept(http: httpx.AsyncClient, engine: FusionEngine) -> None:
     await ask(http, documents=[HARBOUR])
     assert HARBOUR not in stored(engine)
