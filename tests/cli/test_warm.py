@@ -42,8 +42,8 @@ def test_a_plan_says_bytes_and_seconds_and_changes_nothing(
     assert not (tmp_path / "s").exists()
     run.json("warm", "run", *options)
     size = run.json("store", "stats", "--store", tmp_path / "s")["size_bytes"]
-    head = 3 / 4
-    assert 0.7 * head * size < plan["size_bytes"] < size, "all but the head's entry"
+    passages = 3 / 4  # of four entries; the plan leaves out the system prefix's
+    assert 0.7 * passages * size < plan["size_bytes"] < size
     wide = run.json("warm", "plan", *options, "--numbers", "model", "--limit-gb", 0.000001)
     assert (wide["present"], wide["to_warm"], wide["left_out"]) == (3, 0, 0)
     assert run.json("store", "stats", "--store", tmp_path / "s")["settings"]["numbers"] == "int8"
@@ -232,7 +232,7 @@ def test_documents_that_vanish_take_their_caches_along(
     run.json("warm", "run", *options)
     (documents / "1.txt").unlink()
     run.json("warm", "run", *options)
-    assert run.json("store", "stats", "--store", tmp_path / "s")["entries"] == 3, "two passages and the head"
+    assert run.json("store", "stats", "--store", tmp_path / "s")["entries"] == 3, "two passages and the system prefix"
     assert len(run.json("store", "sources", "--store", tmp_path / "s")["sources"]) == 2
 
 

@@ -85,10 +85,10 @@ def test_a_request_to_the_server_reads_what_was_warmed_from_the_same_file(
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     request = ChatRequest.model_validate({"messages": messages, "tools": tools})
     with open_library_store(library) as store, FusionEngine.load(agent_model, store=store) as engine:
-        head = request.make_prompt(engine, None).segments[0]
-    assert head.role is Role.SYSTEM_PREFIX
-    assert "look_up" in head.text
-    assert "moor" in head.text
+        prefix = request.make_prompt(engine, None).segments[0]
+    assert prefix.role is Role.SYSTEM_PREFIX
+    assert "look_up" in prefix.text
+    assert "moor" in prefix.text
 
 
 def test_nothing_to_prefill_and_no_library_are_errors(run: Run, library: Path, tmp_path: Path) -> None:

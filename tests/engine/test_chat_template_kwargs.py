@@ -43,7 +43,7 @@ def test_a_request_that_changes_the_end_of_the_prompt_reuses_all(engine: FusionE
     assert hits(engine, prompt) == 1 + len(PASSAGES)
 
 
-def test_a_request_that_changes_the_head_reuses_nothing_that_stands_behind_it(engine: FusionEngine) -> None:
+def test_a_request_that_changes_the_system_prefix_reuses_nothing_that_stands_behind_it(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES, chat_template_kwargs={"reasoning_effort": "high"})
     assert hits(engine, prompt) == 0
 

@@ -267,7 +267,7 @@ def test_damage_in_any_block_is_recomputed_reported_and_healed(
         assert torch.equal(engine.prefill(prompt, method=chosen).logits, sound.logits)
 
 
-def test_a_damaged_head_is_recomputed_when_questions_and_when_passages_come(
+def test_a_damaged_system_prefix_is_recomputed_when_questions_and_when_passages_come(
     llama: LanguageModel, tmp_path: Path
 ) -> None:
     with DiskStore(tmp_path) as store:
@@ -350,7 +350,7 @@ def test_blind_chunks_serve_every_template(llama: LanguageModel) -> None:
     other = PromptTemplate(messages=(("user", "Read this.\n\n{context}Now: {question}"),))
     engine = make_engine(llama, store, template=other)
     lookups = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=make_method("qcfuse")).report.lookups
-    assert [lookup.hit for lookup in lookups] == [False, True, True, True], "only the head is another"
+    assert [lookup.hit for lookup in lookups] == [False, True, True, True], "only the system prefix is another"
 
 
 def test_a_conversation_before_the_passages_is_computed_and_the_rest_reused(engine: FusionEngine) -> None:

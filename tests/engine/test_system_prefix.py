@@ -78,8 +78,8 @@ def test_a_stored_prefix_is_exact_and_holds_system_message_and_tools(engine: Fus
     assert engine.warm_prefix(SYSTEM, TOOLS).warmed > 0
     for prompt in prompts(engine):
         done = engine.prefill(prompt)
-        head = done.report.lookups[0]
-        assert (head.role, head.hit, head.exact) == ("system_prefix", True, True)
+        prefix = done.report.lookups[0]
+        assert (prefix.role, prefix.hit, prefix.exact) == ("system_prefix", True, True)
         text = prompt.segments[0].text
         assert SYSTEM[:-1] in text or "description" in text  # a template may print tools before or after
         assert all(tool["function"]["description"] in text for tool in TOOLS)
@@ -167,9 +167,9 @@ def test_a_template_without_tools_refuses_to_warm_them(llama: LanguageModel) -> 
 def test_the_system_message_of_a_chat_without_tools_is_a_prefix_too(llama: LanguageModel) -> None:
     engine = FusionEngine(llama, MemoryStore(), method=METHOD)
     engine.warm_prefix(SYSTEM)
-    head, *_ = engine.prompt_from_text(CONVERSATION).segments
-    assert head.role is Role.SYSTEM_PREFIX
-    assert SYSTEM in head.text
+    prefix, *_ = engine.prompt_from_text(CONVERSATION).segments
+    assert prefix.role is Role.SYSTEM_PREFIX
+    assert SYSTEM in prefix.text
 
 
 def test_a_beginning_that_is_too_short_to_be_read_is_not_stored(llama: LanguageModel) -> None:

@@ -111,7 +111,7 @@ def test_a_refused_prompt_is_computed_in_full_and_says_why(engine: FusionEngine)
 
 
 def test_a_prompt_without_any_stored_passage_says_that_and_is_not_the_guards(engine: FusionEngine) -> None:
-    """Its head is stored wherever anything was ever warmed, and saves next to nothing."""
+    """Its system prefix is stored wherever anything was ever warmed, and saves next to nothing."""
     engine.warm(PASSAGES[:1], bases=(FRAMED,))
     dear = replace(FAST, load_s=0.1)
     report = prefill(

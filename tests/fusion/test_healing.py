@@ -35,8 +35,8 @@ def prompt(engine: FusionEngine) -> Prompt:
     """Return a prompt with text between its passages."""
     prompt = engine.prompt(QUESTION, PASSAGES)
     text = Segment(Role.TEXT, (50, 51, 52), "three tokens")
-    head, first, second, *rest = prompt.segments
-    return replace(prompt, segments=(head, first, text, second, text, *rest))
+    prefix, first, second, *rest = prompt.segments
+    return replace(prompt, segments=(prefix, first, text, second, text, *rest))
 
 
 def distance(lm: LanguageModel, prefilled: Prefilled, ids: tuple[int, ...], start: int = 0) -> float:

@@ -70,7 +70,7 @@ def test_recomputing_every_reused_token_equals_full_prefill_too(warmed: FusionEn
     logits, _ = references.plain_forward(warmed.lm, prompt.ids)
     for base in (BLIND, FRAMED):
         done = warmed.prefill(prompt, method=make_method("random", ratio=1.0, base=base))
-        assert done.report.reused_tokens > 0  # the head is never recomputed
+        assert done.report.reused_tokens > 0  # the system prefix is never recomputed
         assert error(done.logits, logits[-1]) <= TOLERANCE
 
 
@@ -94,8 +94,7 @@ def test_question_rows_equal_naive_concatenation(warmed: FusionEngine, prompt: P
     assert error(full, naive) > 100 * TOLERANCE, "reuse must matter here, or this test could not fail"
 
 
-@pytest.mark.parametrize("base", [BLIND, FRAMED], ids=lambda base: base.name)
-@pytest.mark.parametrize("method", ["random", "qcfuse"])
+@pytest.mark.parametrize(("method", "base"), [("random", BLIND), ("qcfuse", FRAMED)], ids=["random", "qcfuse"])
 def test_selected_rows_equal_one_token_at_a_time(warmed: FusionEngine, prompt: Prompt, method: str, base: Base) -> None:
     done = warmed.prefill(prompt, method=make_method(method, ratio=0.15, base=base))
     table = references.stored_table(warmed.lm, prompt, base)
@@ -108,7 +107,7 @@ def test_selected_rows_equal_one_token_at_a_time(warmed: FusionEngine, prompt: P
         assert error(done.buffer.values[layer], values) <= TOLERANCE
 
 
-def test_a_framed_chunk_right_after_the_head_is_exact(warmed: FusionEngine) -> None:
+def test_a_framed_chunk_right_after_the_system_prefix_is_exact(warmed: FusionEngine) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES[:1])
     logits, _ = references.plain_forward(warmed.lm, prompt.ids)
     done = warmed.prefill(prompt, method=make_method("reuse", base=FRAMED))

@@ -72,9 +72,9 @@ def test_a_selector_that_leaves_its_candidates_is_refused(wrong: str, warmed: Fu
     )
     with pytest.raises(ValueError, match="selects a token twice, or a token that is not stored"):
         warmed.prefill(prompt, method=method)
-    head = prompt.chunks[0].start - 1
+    before = prompt.chunks[0].start - 1
     for chosen, message in (
-        ([head], "outside the inexact passages"),
+        ([before], "outside the inexact passages"),
         (range(prompt.chunks[-1].start, last), "tokens, of which"),
     ):
         method = replace(make_method("random", ratio=0.05, base=FRAMED), selector=Chosen(chosen))

@@ -13,7 +13,7 @@ from qcfuse_rag.prompts.template_variables import template_variables
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.thinking import thinking_template, thinking_tokenizer
 
-CHANGES_HEAD = {"reasoning_effort": "high"}
+CHANGES_PREFIX = {"reasoning_effort": "high"}
 CHANGES_END = {"enable_thinking": False}
 
 
@@ -22,7 +22,7 @@ def builder() -> PromptBuilder:
     return PromptBuilder(thinking_tokenizer(), PromptTemplate())
 
 
-@pytest.mark.parametrize("kwargs", [{}, CHANGES_HEAD, CHANGES_END, {**CHANGES_HEAD, **CHANGES_END}])
+@pytest.mark.parametrize("kwargs", [{}, CHANGES_PREFIX, CHANGES_END, {**CHANGES_PREFIX, **CHANGES_END}])
 def test_a_prompt_is_the_tokenizers_own_with_these_variables(builder: PromptBuilder, kwargs: dict[str, Any]) -> None:
     turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}]
     conversation = [*turns, {"role": "user", "content": QUESTION}]
@@ -37,22 +37,22 @@ def test_a_prompt_is_the_tokenizers_own_with_these_variables(builder: PromptBuil
 
 
 def test_the_system_prefix_follows_what_changes_its_text_and_nothing_else(builder: PromptBuilder) -> None:
-    head, end = builder.with_kwargs(CHANGES_HEAD), builder.with_kwargs(CHANGES_END)
-    assert end.prefix_ids == builder.prefix_ids != head.prefix_ids
-    assert builder.with_kwargs({"reasoning_effort": "low"}).prefix_ids != head.prefix_ids
-    for each in (builder, head, end):
-        prompt = each.build(QUESTION, PASSAGES)
-        assert prompt.prefix_ids == each.prefix_ids == prompt.segments[0].ids
+    prefix, end = builder.with_kwargs(CHANGES_PREFIX), builder.with_kwargs(CHANGES_END)
+    assert end.prefix_ids == builder.prefix_ids != prefix.prefix_ids
+    assert builder.with_kwargs({"reasoning_effort": "low"}).prefix_ids != prefix.prefix_ids
+    for changed in (builder, prefix, end):
+        prompt = changed.build(QUESTION, PASSAGES)
+        assert prompt.prefix_ids == changed.prefix_ids == prompt.segments[0].ids
     assert end.build(QUESTION, PASSAGES).ids != builder.build(QUESTION, PASSAGES).ids
 
 
 def test_a_request_overrides_the_wordings_variables_one_by_one(builder: PromptBuilder) -> None:
-    both = PromptBuilder(builder.tokenizer, PromptTemplate(chat_template_kwargs={**CHANGES_HEAD, **CHANGES_END}))
-    assert both.build(QUESTION, PASSAGES) == builder.with_kwargs({**CHANGES_HEAD, **CHANGES_END}).build(
+    both = PromptBuilder(builder.tokenizer, PromptTemplate(chat_template_kwargs={**CHANGES_PREFIX, **CHANGES_END}))
+    assert both.build(QUESTION, PASSAGES) == builder.with_kwargs({**CHANGES_PREFIX, **CHANGES_END}).build(
         QUESTION, PASSAGES
     )
     thinking = both.with_kwargs({"enable_thinking": True})
-    assert thinking.build(QUESTION, PASSAGES) == builder.with_kwargs(CHANGES_HEAD).build(QUESTION, PASSAGES)
+    assert thinking.build(QUESTION, PASSAGES) == builder.with_kwargs(CHANGES_PREFIX).build(QUESTION, PASSAGES)
     assert both.with_kwargs({}) is both.with_kwargs(None) is both
 
 
@@ -111,7 +111,7 @@ def test_special_tokens_and_markers_in_variables_are_text(builder: PromptBuilder
 def test_the_clock_stays_stopped(builder: PromptBuilder) -> None:
     today = "Today is {{ strftime_now('%d %b %Y') }}, {{ date_string }}\n"
     builder.tokenizer.chat_template = today + thinking_template()
-    for kwargs in ({}, CHANGES_HEAD, CHANGES_END):
+    for kwargs in ({}, CHANGES_PREFIX, CHANGES_END):
         assert (
             builder.with_kwargs(kwargs).render([("user", "?")]).text.startswith("Today is 01 Jan 2025, 01 Jan 2025\n")
         )

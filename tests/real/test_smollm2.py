@@ -65,7 +65,7 @@ def test_selected_rows_equal_one_token_at_a_time(engine: FusionEngine) -> None:
     assert float((done.logits - logits).abs().max()) <= 1e-4
 
 
-def test_a_framed_chunk_right_after_the_head_is_exact(engine: FusionEngine) -> None:
+def test_a_framed_chunk_right_after_the_system_prefix_is_exact(engine: FusionEngine) -> None:
     prompt = engine.prompt(questions()[0].question, passages()[:1])
     logits, _ = references.plain_forward(engine.lm, prompt.ids)
     done = engine.prefill(prompt, method=make_method("reuse", base=FRAMED))

@@ -63,7 +63,7 @@ def test_hinted_passages_are_in_memory_when_their_turn_comes(
         before = engine.store.tiers[0].stats()[0].hits
         engine.prefill(engine.prompt(QUESTION, PASSAGES), method=REUSE)
         hits = engine.store.tiers[0].stats()[0].hits - before
-        assert hits >= 3 if hinted else hits <= 1, "the head alone, if at all"
+        assert hits >= 3 if hinted else hits <= 1, "the system prefix alone, if at all"
 
 
 def test_a_hint_brings_passages_near(tiered: TieredStore) -> None:

@@ -254,7 +254,7 @@ def test_a_forgotten_document_takes_along_the_enriched_caches_of_its_neighbours(
     assert engine.warm(left, bases=[base], neighbours=[[1], []], sources=["ferry", "mill"]).warmed == 1
     assert engine.corpus.open_sources().garbage.collect() == 0
     engine.forget("mill")
-    assert len(list(engine.store.entries())) == 2, "the head and the ferry's framed cache"
+    assert len(list(engine.store.entries())) == 2, "the system prefix and the ferry's framed cache"
 
 
 def test_a_changed_document_does_too(engine: FusionEngine) -> None:

@@ -50,7 +50,7 @@ def answers_in_full(engine: FusionEngine, tally: Tally, reason: str, texts: list
     tally.reads += sum(lookup.hit for lookup in done.report.lookups)
     if done.report.reused_tokens == 0:
         tally.wrong_bytes += int((done.logits != expected.logits).sum())
-    else:  # the prompt's head was there: its keys have been turned to their place once more
+    else:  # the system prefix was there: its keys have been turned to their place once more
         assert torch.allclose(done.logits, expected.logits, atol=1e-4)
     assert done.report.fallback is not None
     assert done.report.fallback.startswith(f"3 of 3 passages computed in full: {reason}"), done.report.fallback
