@@ -29,7 +29,7 @@ def write_atomically(path: Path, text: str, *, sync: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         part.replace(path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             part.unlink()
         raise

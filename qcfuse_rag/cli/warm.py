@@ -64,7 +64,7 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
         store.numbers = options.numbers or store.numbers  # changes this open view only, not the settings on disk
         engine = open_engine(store, choose_method(base=options.base), options, settings)
         unread: list[str] = []
-        passages = read_documents(engine, options, unread)
+        passages = read_documents(engine, library, options, unread)
         require_passages(passages, options)
         pairs = [(source, text) for source, texts in passages.items() for text in texts]
         chunk_ids = [engine.prompts.chunk_ids(text) for _, text in pairs]
@@ -153,7 +153,7 @@ def _warm(settings: LibrarySettings, options: WarmOptions, record: JobRecord) ->
         engine = open_engine(store, choose_method(base=options.base), options, settings)
         workers = _ray_workers(engine, library, options)
         unread: list[str] = []
-        passages = read_documents(engine, options, unread, workers)
+        passages = read_documents(engine, library, options, unread, workers)
         folder = index_folder(library, store)
         embedder = None if options.embedder is None else model_name(options.embedder)
         index = PassageIndex.load(folder, embedder) if folder.exists() else PassageIndex(embedder or DEFAULT_EMBEDDER)
@@ -218,7 +218,7 @@ def _ray_workers(engine: FusionEngine, library: Path, options: WarmOptions) -> R
     settings = read_settings(library / KV_FOLDER)
     remote = options.remote if options.remote is not None else settings and settings.remote
     if remote:
-        store_settings = {"remote": remote, "numbers": engine.store.numbers}
+        store_settings = {"remote": remote, "numbers": engine.store.numbers, "ttl_s": engine.store.ttl_s}
     return RayWorkers(
         model=options.model or default_model(),
         store=store_settings,

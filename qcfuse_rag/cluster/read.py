@@ -53,12 +53,13 @@ def read_on_ray(
     paths: Iterable[Path],
     *,
     max_tokens: int,
+    skip: Sequence[Path] = (),
     progress: Callable[[int, int], None] | None = None,
     unread: list[str] | None = None,
 ) -> PassagesBySource:
     """Read passages like `ingestion.readers.read_passages`; workers read the files at the same paths."""
     all_paths = list(paths)
-    files = [str(file.resolve()) for file in find_files(all_paths)]
+    files = [str(file.resolve()) for file in find_files(all_paths, skip)]
     named = {str(path.resolve()) for path in all_paths}
     results = _ordered(
         workers,
@@ -83,6 +84,8 @@ def read_on_ray(
 
 def embed_on_ray(workers: RayWorkers, name: str, texts: Sequence[str]) -> NDArray[np.float32]:
     """Return `[N, D]` float32 vectors of texts, rows of length 1."""
+    if not texts:
+        return np.zeros((0, 0), np.float32)
     vectors = _ordered(workers, "text", texts, EmbedWorker, (name,), batch_size=TEXTS_AT_ONCE)
     return np.stack(vectors).astype(np.float32)
 

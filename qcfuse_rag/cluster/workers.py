@@ -125,11 +125,12 @@ class PrefillWorker:
 
 def batch_to_json(batch: Batch) -> str:
     """Return a batch as JSON."""
-    return json.dumps([batch.base.name, batch.chunks, batch.neighbours, batch.prefix_tokens])
+    base = [batch.base.name.partition("+")[0], batch.base.ranking]
+    return json.dumps([base, batch.chunks, batch.neighbours, batch.prefix_tokens])
 
 
 def batch_from_json(text: str) -> Batch:
     """Return the batch of `batch_to_json`."""
-    base, chunks, all_neighbours, prefix_tokens = json.loads(text)
+    (base, ranking), chunks, all_neighbours, prefix_tokens = json.loads(text)
     neighbours = tuple(tuple(tuple(ids) for ids in chunk_neighbours) for chunk_neighbours in all_neighbours)
-    return Batch(BASES[base], tuple(tuple(ids) for ids in chunks), neighbours, prefix_tokens)
+    return Batch(BASES[base].ranked(ranking), tuple(tuple(ids) for ids in chunks), neighbours, prefix_tokens)

@@ -156,6 +156,7 @@ class Corpus:
         kept = [(text, chunk) for text, chunk, gone in zip(texts, chunks, forgotten, strict=True) if not gone]
         if bases:
             self._note_signatures(kept, bases[0], warmed=summary.warmed > 0)
+        self._store.flush()  # last: if a remote cannot be reached, the chunks on the disk are in use all the same
         return summary
 
     def warm_job(

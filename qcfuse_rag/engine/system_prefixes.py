@@ -58,6 +58,7 @@ class SystemPrefixes:
         long_enough = [ids for ids in prefixes if len(ids) >= MIN_TOKENS]
         summary = WarmJob(self._target, long_enough, bases=(BLIND,)).run()
         self._absent = {}
+        self._target.store.flush()
         return summary
 
     def with_system_prefix(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -30,6 +30,7 @@ def read_passages(
     *,
     reader: str = FILES,
     max_tokens: int,
+    skip: Sequence[Path] = (),
     progress: Callable[[int, int], None] | None = None,
     unread: list[str] | None = None,
 ) -> PassagesBySource:
@@ -42,6 +43,7 @@ def read_passages(
         reader: `files`, or the name of an entry point in the group `qcfuse_rag.readers`: a function that takes a path
             and yields `(source, passage)`. The integrations provide `llama-index` and `langchain`.
         max_tokens: most tokens of a passage; passages of other readers are not split.
+        skip: folders whose files are read only if they are named; see `find_files`.
         progress: called with files `(done, total)`.
         unread: receives the reason for each file of a folder that cannot be read; None raises the first one.
 
@@ -57,7 +59,7 @@ def read_passages(
                 passages.setdefault(source, []).append(text)
     else:
         splitting = TextSplitting(tokenizer, max_tokens)
-        files = list(find_files(named))
+        files = list(find_files(named, skip))
         for done, file in enumerate(files, start=1):
             try:
                 for source, texts in _read_file(file, splitting).items():
@@ -71,20 +73,21 @@ def read_passages(
     return passages
 
 
-def find_files(paths: Iterable[Path]) -> Iterator[Path]:
+def find_files(paths: Iterable[Path], skip: Sequence[Path] = ()) -> Iterator[Path]:
     """Yield the readable files among paths and in folders, in order and each once.
 
-    Links in a folder are followed to files in the given folders only, since a link can point anywhere.
+    Links in a folder are followed to files in the given folders only, since a link can point anywhere. Files of a
+    folder that are in one of the folders `skip` are left out, such as the passages of a library among its documents.
 
     Raises:
         QCFuseError: if a path does not exist, or is a file of another type.
     """
     named = list(paths)
-    seen, resolved = set[Path](), [path.resolve() for path in named]
+    seen, resolved, skipped = set[Path](), [path.resolve() for path in named], [path.resolve() for path in skip]
     for path in named:
         if path.is_dir():
             readable = (p for p in path.rglob("*") if p.suffix.lower() in KNOWN_ENDINGS and p.is_file())
-            files = sorted(p for p in readable if _is_inside(p, resolved))
+            files = sorted(p for p in readable if _is_inside(p, resolved) and not _is_inside(p, skipped))
         elif not path.exists():
             raise QCFuseError(f"there is no file or folder at {path}")
         elif path.suffix.lower() not in KNOWN_ENDINGS:
@@ -97,16 +100,18 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path]:
                 yield file
 
 
-def skipped_files(paths: Iterable[Path]) -> Iterator[str]:
+def skipped_files(paths: Iterable[Path], skip: Sequence[Path] = ()) -> Iterator[str]:
     """Yield messages about what `find_files` skips in folders: files of other types, and links to elsewhere.
 
-    Hidden files and folders are not mentioned, except links to text files.
+    Hidden files and folders are not mentioned, except links to text files, and neither are the folders `skip`.
     """
     named = list(paths)
-    resolved = [path.resolve() for path in named]
+    resolved, skipped = [path.resolve() for path in named], [path.resolve() for path in skip]
     for folder in filter(Path.is_dir, named):
         endings = Counter[str]()
         for path in sorted(folder.rglob("*")):
+            if _is_inside(path, skipped):
+                continue
             ending = path.suffix.lower()
             outside_file = ending in KNOWN_ENDINGS and path.is_file() and not _is_inside(path, resolved)
             if outside_file:
@@ -183,7 +188,7 @@ def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> P
         try:
             data = json.loads(line)
             passage, source = data["text"], data.get("source", name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise QCFuseError(f"{path}, line {number}: not a JSON object with a `text` ({error})") from error
         if not isinstance(passage, str) or not isinstance(source, str):
             raise QCFuseError(f"{path}, line {number}: `text` and `source` must be strings")

@@ -136,7 +136,7 @@ class WarmJob:
         )
 
     def run(self, progress: Progress | None = None, workers: PrefillWorkers | None = None) -> WarmSummary:
-        """Prefill and store the missing chunks.
+        """Prefill and store the missing chunks; some may still be on their way to the store's farthest tier.
 
         Args:
             progress: called with tokens `(done, total)` after every batch.
@@ -185,7 +185,6 @@ class WarmJob:
                 self._recheck(unconfirmed, written)
             raise
         self._recheck(unconfirmed, written)
-        self._target.store.flush()
         return WarmSummary(
             chunks=len(self._pending),
             warmed=sum(result.chunks for result in results),

@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ CONVERTED_TOKENIZER = PreTrainedTokenizerFast
 """Takes the rules of `tokenizer.json`; a class such as Qwen2Tokenizer would build its own from the vocabulary."""
 FREE_BYTES = 2 << 30
 """Disk space to leave free."""
+ABANDONED_S = 3600.0
+"""Age from which on an unfinished conversion is taken for that of a process that was killed."""
 BLOCK_BYTES = 1 << 24
 CACHED_GGUF_FUNCTIONS = ("GGUFReader", "get_tensor_name_map")
 """Functions of `gguf` that transformers calls repeatedly with the same arguments; it does not change their results."""
@@ -106,6 +109,7 @@ class GgufConversion:
         part = self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}.part")
         size = packed_bytes(model)
         try:
+            self._remove_abandoned_parts()
             if shutil.disk_usage(self.folder.parent).free < size + FREE_BYTES:
                 LOG.info("no conversion of %s is kept: %d MB would fill the disk", self.gguf.name, size >> 20)
                 return
@@ -117,6 +121,12 @@ class GgufConversion:
             LOG.info("no conversion of %s is kept: %s", self.gguf.name, error)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+    def _remove_abandoned_parts(self) -> None:
+        """Delete parts that processes left when they were killed; others may be at work on younger ones."""
+        for part in self.folder.parent.glob(f"{self.folder.name}.*.part"):
+            if time.time() - part.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(part, ignore_errors=True)
 
     def discard(self) -> None:
         """Delete a conversion that is incomplete or unreadable."""

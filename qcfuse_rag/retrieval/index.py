@@ -119,7 +119,7 @@ class PassageIndex:
                 made_with, passages, embeddings = _read(folder)
         except FileNotFoundError as error:
             raise QCFuseError(f"there are no passages in {folder}; run `qcfuse warm run` on documents first") from error
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, EOFError, RecursionError) as error:
             raise QCFuseError(
                 f"cannot read {folder} ({error}); remove that folder and run `qcfuse warm run`"
             ) from error

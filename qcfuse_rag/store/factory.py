@@ -11,7 +11,7 @@ from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.disk_settings import read_settings
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.store.backends.remote import open_remote
+from qcfuse_rag.store.backends.remote import RemoteStore, open_blobs
 from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.backends.tiered import TieredStore
 from qcfuse_rag.store.entry.encryption import (
@@ -68,6 +68,7 @@ def open_store(  # noqa: PLR0913 keyword arguments of the entry point
         ValueError: if there is no such format or policy.
     """
     cipher, tenant_secret = _secrets(secret, tenant, encrypt)
+    blobs = open_blobs(remote) if remote else None  # first: the folder keeps the URL
     disk: DiskStore | None = None
     if folder is not None:
         if numbers is None and read_settings(Path(folder).expanduser()) is None:
@@ -76,12 +77,17 @@ def open_store(  # noqa: PLR0913 keyword arguments of the entry point
             folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, cipher=cipher, remote=remote
         )
         numbers, ttl_s = disk.numbers, disk.ttl_s  # the settings kept in the folder hold for the other tiers too
-        remote = disk.settings.remote if remote is None else remote
-    numbers = numbers or (KEPT_NUMBERS if remote else LOSSLESS)
+        if remote is None and disk.settings.remote:
+            try:
+                blobs = open_blobs(disk.settings.remote)
+            except StoreError:
+                disk.close()
+                raise
+    numbers = numbers or (LOSSLESS if blobs is None else KEPT_NUMBERS)
     store: KVStore = MemoryStore(memory_bytes, numbers=numbers, ttl_s=ttl_s)
     far: KVStore | None = disk
-    if remote:
-        far = open_remote(remote, numbers=numbers, ttl_s=ttl_s, cipher=cipher)
+    if blobs is not None:
+        far = RemoteStore(blobs, numbers=numbers, ttl_s=ttl_s, cipher=cipher)
         if disk is not None:
             far = TieredStore(disk, far, write_behind_bytes=write_behind_bytes, near_suffices=True)
             write_behind_bytes = 0  # only the slowest tier is written later

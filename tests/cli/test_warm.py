@@ -237,6 +237,24 @@ def test_documents_that_vanish_take_their_caches_along(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("inside", ["library", "."])
+def test_a_library_inside_the_folder_of_its_documents_is_not_read(
+    run: Run, documents: Path, model_folder: str, inside: str
+) -> None:
+    """Its passages are JSON lines under the documents' own names, and would keep what was changed or deleted."""
+    store = documents / inside
+    options = (documents, "--store", store, "--model", model_folder, "--device", "cpu", *FRAMED)
+    for _ in range(2):
+        summary = run.json("warm", "run", *options)
+        assert (summary["documents"], summary["passages"], summary["failed"]) == (3, 3, [])
+    (documents / "0.txt").write_text("The ferry has been sold.")
+    (documents / "1.txt").unlink()
+    assert run.json("warm", "run", *options)["passages"] == 2
+    texts = {passage.text for passage in PassageIndex.load(store / "passages").passages}
+    assert texts == {"The ferry has been sold.", PASSAGES[2]}
+
+
+@pytest.mark.slow
 def test_a_file_that_became_a_folder_is_forgotten(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
     options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
     run.json("warm", "run", *options)

@@ -129,7 +129,9 @@ def test_two_files_may_share_a_source(tmp_path: Path, tokenizer: PreTrainedToken
     assert read_passages([tmp_path], tokenizer, max_tokens=200) == {"one": [PASSAGES[1], PASSAGES[2]]}
 
 
-@pytest.mark.parametrize("line", ["no JSON", "[]", "{}", '{"text": 3}', '{"text": "a", "source": 1}', '"text"'])
+@pytest.mark.parametrize(
+    "line", ["no JSON", "[" * 200_000, "[]", "{}", '{"text": 3}', '{"text": "a", "source": 1}', '"text"']
+)
 def test_a_bad_line_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, line: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "fine"}\n' + line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.cli.console import progress_bar
-from qcfuse_rag.cli.library.folder import require_extra
+from qcfuse_rag.cli.library.folder import own_folders, require_extra
 from qcfuse_rag.cli.options import CorpusOptions, WarmOptions
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.engine import FusionEngine
@@ -34,15 +35,21 @@ def check_paths(options: CorpusOptions, library: Path, *, allow_empty: bool = Fa
         load_reader(options.reader)
         return
     for path in options.paths:
-        if not any(True for _ in find_files([path])) and not allow_empty:
+        if not any(True for _ in find_files([path], own_folders(library))) and not allow_empty:
             hint = "; if all were deleted, `warm run --allow-empty` forgets them" if library.is_dir() else ""
             raise QCFuseError(f"there are no text files in {path}{hint}")
 
 
 def read_documents(
-    engine: FusionEngine, options: CorpusOptions, unread: list[str], workers: RayWorkers | None = None
+    engine: FusionEngine,
+    library: Path,
+    options: CorpusOptions,
+    unread: list[str],
+    workers: RayWorkers | None = None,
 ) -> dict[str, list[str]]:
     """Read and split the documents of a job: source -> its passages, in order.
+
+    The library's own folders are left out: it may be inside the folder of its documents.
 
     Ray workers, if given, must see the files at the same paths. Files in folders that are not read are listed with the
     reason in `unread`.
@@ -50,14 +57,15 @@ def read_documents(
     with require_extra():
         from qcfuse_rag.ingestion.readers import FILES, read_passages, skipped_files
 
+    own = own_folders(library)
     if options.reader == FILES:
-        unread.extend(skipped_files(options.paths))
+        unread.extend(skipped_files(options.paths, own))
     with progress_bar("reading documents", "files") as advance:
         if workers is not None and options.reader == FILES:
             from qcfuse_rag.cluster.read import read_on_ray
 
             passages = read_on_ray(
-                workers, options.paths, max_tokens=options.max_tokens, progress=advance, unread=unread
+                workers, options.paths, max_tokens=options.max_tokens, skip=own, progress=advance, unread=unread
             )
         else:
             passages = read_passages(
@@ -65,6 +73,7 @@ def read_documents(
                 engine.lm.tokenizer,
                 reader=options.reader,
                 max_tokens=options.max_tokens,
+                skip=own,
                 progress=advance,
                 unread=unread,
             )
@@ -88,7 +97,7 @@ def vanished_files(index: PassageIndex, options: WarmOptions, passages: Mapping[
     deleted = {
         source
         for source in sources
-        if not Path(source).is_file() and any(Path(source).is_relative_to(folder) for folder in folders)
+        if any(Path(source).is_relative_to(folder) for folder in folders) and not os.path.isfile(source)
     }
     return (deleted | passages.keys()) - {source for source, texts in passages.items() if texts}
 

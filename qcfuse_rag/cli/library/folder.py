@@ -95,6 +95,11 @@ def store_folder(folder: Path) -> Path:
     return folder if _is_store(folder) else folder / KV_FOLDER
 
 
+def own_folders(library: Path) -> list[Path]:
+    """Return the folders of a library that it has made itself: its store, and the passages of each tenant."""
+    return [library / KV_FOLDER, *text_folders(library)] if library.is_dir() else []
+
+
 def library_of(folder: Path) -> Path:
     """Return the library around a store, given the folder of either; a store by itself is returned itself."""
     if not _is_store(folder):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS
@@ -45,6 +45,11 @@ class EntryInfo:
     saved_ms: float | None = None
     expires: float | None = None
     pinned: bool = False
+
+    def completed_by(self, nearer: EntryInfo) -> EntryInfo:
+        """Return this with what only a nearer tier knows of the same entry."""
+        unknown = {name: getattr(nearer, name) for name, value in asdict(self).items() if value is None}
+        return replace(self, **unknown, pinned=self.pinned or nearer.pinned)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -147,6 +152,9 @@ class KVStore(ABC):
             return Miss(f"cannot be read: {error}")
         return None
 
+    def note_use(self, address: str) -> None:  # noqa: B027 - most stores count uses in `get` alone
+        """Count a use of an entry that a nearer tier has returned, so that eviction here knows of it."""
+
     @abstractmethod
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
         """Return an entry with its key, given only its address; does not count as a use."""
@@ -194,7 +202,11 @@ class KVStore(ABC):
         Raises:
             StoreError: if an entry cannot be removed.
         """
-        return sum(self.discard(entry.address) for entry in list(self.entries()))
+        addresses = [entry.address for entry in self.entries()]
+        removed = sum(map(self.discard, addresses))
+        if left := [address for address in addresses if address in self]:
+            raise StoreError(f"{len(left)} of {len(addresses)} entries of the {self.kind} store could not be removed")
+        return removed
 
     @property
     def tiers(self) -> list[KVStore]:

@@ -17,9 +17,11 @@ class BlobStore(Protocol):
 
     Attributes:
         kind: name for reports, in one word.
+        removes_expired: whether the remote removes blobs by itself when they expire.
     """
 
     kind: str
+    removes_expired: bool
 
     def read(self, name: str) -> bytes | None:
         """Return a blob, or None if there is none."""

@@ -107,6 +107,11 @@ class DiskStore(KVStore):
             self.quota.record_use(key.address)
         return opened[1]
 
+    def note_use(self, address: str) -> None:
+        """Count a use of an entry that the tier in memory has returned."""
+        if self.quota is not None:
+            self.quota.record_use(address)
+
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
         """Return an entry with its key."""
         return self._open(address, None)
@@ -177,7 +182,7 @@ class DiskStore(KVStore):
             )
 
     def clear(self) -> int:
-        """Remove every entry, including pinned ones and files without a row; return how many there were.
+        """Remove every entry, including pinned and damaged ones and files without a row; return how many there were.
 
         Raises:
             StoreError: if an entry cannot be removed.
@@ -186,10 +191,13 @@ class DiskStore(KVStore):
             if self.quota is not None:
                 addresses = {entry.address for entry in self.entries()}
                 addresses |= {address for address, _ in self.files.entries()}
+                self.quota.clear_quarantine()
                 return sum(self.quota.remove(address) for address in addresses)
         except (StoreError, *INDEX_FAILURES):
             pass  # on a full disk the index cannot be written: remove the files first
         try:
+            for path in list(self.files.quarantined_entries()):
+                self.files.remove_quarantined(path.name)
             count = sum(self.files.remove(address) for address, _ in list(self.files.entries()))
         except OSError as error:
             raise self._unwritable(error) from error

@@ -136,10 +136,12 @@ class DiskQuota:
 
     @_again_if_lost
     def release(self, reservation: Reservation) -> None:
-        """Remove a reservation and its file."""
-        self._files.remove_temporary(reservation.temporary.name)
+        """Remove a reservation and its file; a file that is published already, but not indexed, is indexed."""
+        removed = self._files.remove_temporary(reservation.temporary.name)
         with self.index.transact():
             self.index.delete(reservation.temporary.name)
+            if not removed and self._files.status(reservation.address) is not None:
+                self._index_published(reservation.address)
 
     @_again_if_lost
     def rebuild(self) -> int:
@@ -231,6 +233,15 @@ class DiskQuota:
             self.index.delete(quarantined)
             had_file = self._files.remove(address)
             return self.index.delete(address) or had_file
+
+    @_again_if_lost
+    def clear_quarantine(self) -> None:
+        """Remove all damaged entries."""
+        with self.index.transact():
+            for path in list(self._files.quarantined_entries()):
+                self._files.remove_quarantined(path.name)
+            for name, _, _, _ in list(self.index.rows(QUARANTINE)):
+                self.index.delete(name)
 
     @_again_if_lost
     def quarantine(self, address: str, reason: str) -> bool:

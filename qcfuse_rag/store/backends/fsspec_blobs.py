@@ -34,6 +34,8 @@ class FsspecBlobs:
         StoreError: if fsspec, or the library it needs for such a URL, is not installed.
     """
 
+    removes_expired = False
+
     def __init__(self, url: str, *, timeout_s: float = 20.0) -> None:
         try:
             from fsspec import get_filesystem_class

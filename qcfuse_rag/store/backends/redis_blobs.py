@@ -29,6 +29,7 @@ class RedisBlobs:
     """
 
     kind = "redis"
+    removes_expired = True
 
     def __init__(self, url: str, prefix: str = "qcfuse:", *, timeout_s: float = 5.0) -> None:
         try:

@@ -103,9 +103,12 @@ class RemoteStore(KVStore):
 
     def __contains__(self, key: ChunkKey | str) -> bool:
         try:
-            return self._ask(lambda: self._blobs.exists(_name(key)))
+            exists = self._ask(lambda: self._blobs.exists(_name(key)))
         except StoreError:
             return False
+        if not exists or self.ttl_s is None or self._blobs.removes_expired:
+            return exists
+        return not isinstance(self.open(address_of(key)), Miss)  # its expiry is in its header
 
     def entries(self) -> Iterator[EntryInfo]:
         """Yield address and size of every entry; nothing more is known without reading them.
@@ -234,21 +237,25 @@ class RemoteStore(KVStore):
 
 
 def open_remote(url: str, **options: Any) -> RemoteStore:
-    """Open a store on a remote, which is connected to at first use.
+    """Open a store on a remote, which is connected to at first use; see `open_blobs` and `RemoteStore`."""
+    return RemoteStore(open_blobs(url), **options)
+
+
+def open_blobs(url: str) -> BlobStore:
+    """Return the blobs of a remote, which is connected to at first use.
 
     Args:
         url: of a Redis or Valkey server (`redis://`, `rediss://`, `unix://`), else of a bucket or folder, see
             `FsspecBlobs`.
-        options: of `RemoteStore`.
 
     Raises:
-        StoreError: if the library for such a URL is not installed.
+        StoreError: if the library for such a URL is not installed, or there is none.
     """
     from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
     from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 
     server = url.startswith(("redis://", "rediss://", "unix://"))
-    return RemoteStore(RedisBlobs(url) if server else FsspecBlobs(url), **options)
+    return RedisBlobs(url) if server else FsspecBlobs(url)
 
 
 def url_without_secrets(url: str) -> str:

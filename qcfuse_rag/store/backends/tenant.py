@@ -55,6 +55,11 @@ class TenantStore(KVStore):
         """Return the tenant's chunk."""
         return self.store.get(self._with_token(key))
 
+    def note_use(self, address: str) -> None:
+        """Count a use of one of the tenant's entries."""
+        if self._owns(address):
+            self.store.note_use(address)
+
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
         """Return one of the tenant's entries with its key."""
         return self.store.open(address) if self._owns(address) else Miss("absent")

@@ -58,7 +58,15 @@ class TieredStore(KVStore):
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk from the nearest tier; from the far tier it is copied near, with all its blocks checked."""
         chunk = self.near.get(key)
-        return chunk if isinstance(chunk, ChunkKV) else self._promote(key)
+        if not isinstance(chunk, ChunkKV):
+            return self._promote(key)
+        self.far.note_use(key.address)
+        return chunk
+
+    def note_use(self, address: str) -> None:
+        """Count a use of an entry in both tiers."""
+        self.near.note_use(address)
+        self.far.note_use(address)
 
     def _promote(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk from the far tier, and copy it near unless entries needed sooner would be evicted."""
@@ -125,13 +133,15 @@ class TieredStore(KVStore):
         return queued or key in self.near or key in self.far
 
     def entries(self) -> Iterator[EntryInfo]:
-        """Yield what the farthest tier knows of every entry."""
-        queued = [EntryInfo(*item) for item in self._queue.entries()] if self._queue is not None else []
-        seen = set()
-        for entry in (*self.far.entries(), *self.near.entries(), *queued):
-            if entry.address not in seen:
-                seen.add(entry.address)
-                yield entry
+        """Yield what the farthest tier knows of every entry, and what only a nearer tier knows, such as its uses."""
+        known = {entry.address: entry for entry in self.far.entries()}
+        for entry in self.near.entries():
+            far = known.get(entry.address)
+            known[entry.address] = entry if far is None else far.completed_by(entry)
+        for item in self._queue.entries() if self._queue is not None else ():
+            queued = EntryInfo(*item)
+            known.setdefault(queued.address, queued)
+        yield from known.values()
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
         """Exempt an entry from eviction in both tiers, or undo that."""
@@ -203,7 +213,8 @@ class TieredStore(KVStore):
         self.far.flush()
         failures, self._far_failures = self._far_failures, []
         if failures:
-            raise StoreError(f"{len(failures)} chunks are in the {self.near.kind} tier only: {failures[-1]}")
+            copy = "; copy them later with `qcfuse store move --keep --to URL`" if self.near.folder is not None else ""
+            raise StoreError(f"{len(failures)} chunks are in the {self.near.kind} tier only: {failures[-1]}{copy}")
 
     def close(self) -> None:
         """Stop prefetching, write queued chunks, and close both tiers.

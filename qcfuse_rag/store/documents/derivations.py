@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.documents import acl
+from qcfuse_rag.store.documents.garbage import is_gone
 from qcfuse_rag.store.documents.manifest import Manifest
 from qcfuse_rag.store.key import ChunkKey
 
@@ -17,7 +18,7 @@ MARK_IF_ORIGIN_LOST_SINCE = """
 INSERT OR REPLACE INTO unwanted SELECT ?1, 1
 WHERE EXISTS (SELECT 1 FROM lost WHERE number > ?2 AND passage IN (SELECT origin FROM derived WHERE address = ?1))
 """
-IS_WANTED = """
+IS_UNMARKED = """
 SELECT 1 FROM derived WHERE address = ?1 AND NOT EXISTS (SELECT 1 FROM unwanted WHERE address = ?1) LIMIT 1
 """
 
@@ -48,7 +49,11 @@ class Derivations:
         with self._manifest.writing() as database:
             database.execute("DELETE FROM derived WHERE address = ?", (address,))
             database.executemany("INSERT INTO derived VALUES (?, ?, ?)", [(address, name, passage) for name in names])
-            database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
+            marked = database.execute("SELECT 1 FROM unwanted WHERE address = ? AND by_origin", (address,)).fetchone()
+            # A remote that cannot be reached may still have the entry of before: it stays marked, and the new entry
+            # is dropped until the remote answers.
+            if not marked or is_gone(self._store, address):
+                database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
             database.execute(MARK_IF_ORIGIN_LOST_SINCE, (address, since))
             acl.mark_acl_violations(database, [passage])
 
@@ -60,7 +65,7 @@ class Derivations:
         """
         address = self._store.address(key)
         with self._manifest.writing() as database:  # not while another process removes it
-            wanted = bool(database.execute(IS_WANTED, (address,)).fetchone())
+            wanted = bool(database.execute(IS_UNMARKED, (address,)).fetchone())
             if not wanted:
                 self._store.discard(address)
         return wanted

@@ -48,12 +48,12 @@ class Garbage:
             # In a transaction, so that no source takes the entry up again while it is removed.
             with self._manifest.writing() as database:
                 wanted = bool(database.execute(IS_WANTED, (address,)).fetchone())
-                if not wanted:
-                    removed += self._store.discard(address)
-                # An unreachable remote may still have the entry: it stays marked.
-                lookup = None if wanted else self._store.open(address)
-                gone = isinstance(lookup, Miss) and lookup.reason in ("absent", "expired")
-                if gone:
+                discarded = not wanted and self._store.discard(address)
+                removed += discarded
+                gone = not wanted and is_gone(self._store, address)
+                # Other processes drop it from memory even while an unreachable remote, which may have it, keeps it
+                # marked.
+                if discarded or gone:
                     database.execute("INSERT INTO gone (address) VALUES (?)", (address,))
                     database.execute("DELETE FROM gone WHERE number <= last_insert_rowid() - ?", (KEPT_ROWS,))
                 if wanted or gone:
@@ -100,6 +100,12 @@ class Garbage:
     def _addresses(self) -> list[str]:
         rows = self._manifest.query("SELECT address FROM unwanted")
         return [address for (address,) in rows if address.startswith(self._store.prefix)]
+
+
+def is_gone(store: KVStore, address: str) -> bool:
+    """Return whether no tier has an entry; a tier that cannot be reached may have it."""
+    lookup = store.open(address)
+    return isinstance(lookup, Miss) and lookup.reason in ("absent", "expired")
 
 
 def mark_without_source(database: sqlite3.Connection, addresses: Iterable[str]) -> None:
