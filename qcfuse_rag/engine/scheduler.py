@@ -189,7 +189,7 @@ class Scheduler:
     def _next(self) -> RequestHandle | None:
         """Choose the request to prefill a part of; None if the limits allow none.
 
-        Where the oldest request has no room, nobody else begins before it has.
+        Every `overtaken`-th part is the oldest request's. If it has no room then, no other request begins before it.
         """
         self._queue = [request for request in self._queue if not request.end_if_cancelled()]
         candidates = [request for request in self._queue if request.begun or self._has_room(request)]

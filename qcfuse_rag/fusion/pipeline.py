@@ -100,6 +100,8 @@ def prefill_in_parts(
     wait_budget = WaitBudget(runner.load_limit_s)
     decision = _ask_guard(runner, prompt, method, wait_budget, 0 if lease is None else lease.held)
     refusal = decision.refusal
+    if refusal is not None and lease is not None:
+        lease.keep_exact_only()  # full prefill is exact
     attempt = PrefillAttempt(
         runner, method if refusal is None else method.as_full_prefill, lease, part_rows, wait_budget
     )
@@ -243,7 +245,8 @@ class PrefillAttempt:
         marks.append(_Mark.now(fused))
         marks[-1].time.wait()
         total_s = time.perf_counter() - started
-        stages = [_computing_s(first, last, fused) for first, last in pairwise(marks)]
+        probe_s, select_s, recompute_s = (_computing_s(first, last, fused) for first, last in pairwise(marks))
+        stages = probe_s, select_s, recompute_s - fused.others_s, fused.others_s
 
         positions: list[int] = recomputed.tolist()  # once: every copy from the device makes the host wait
         limit = None if selection.until is not None or method.layer_hook is not None else budget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from typing import Literal, TypeVar
 
@@ -79,14 +80,21 @@ def _all_but_last_part(fused: FusedPrompt, plan: RowsPlan, part_rows: PartRows) 
     if 2 * len(rows) <= 3 * part_rows():
         return plan
     while 2 * len(rows) > 3 * part_rows():
-        yield len(rows)
+        yield from _let_others_run(fused, len(rows))
         count = min(part_rows(), len(rows) - 1)
         part, rows = RowsPlan.of(rows[:count], lm.sliding, device=lm.device), rows[count:]
         fused.runner.prefills.forward_hidden(fused.ids[part.rows], part, fused.loading_buffer, depth=lm.n_layers)
         fused.row_layers += _row_layers(lm, part, None)
         DeviceTimestamp.on(lm.device).wait()  # so that a cancelled request has no launched work left
-    yield len(rows)
+    yield from _let_others_run(fused, len(rows))
     return RowsPlan.of(rows, lm.sliding, device=lm.device)
+
+
+def _let_others_run(fused: FusedPrompt, rows_left: int) -> Parts[None]:
+    """Yield the number of rows left, and note how long other requests ran."""
+    began = time.perf_counter()
+    yield rows_left
+    fused.others_s += time.perf_counter() - began
 
 
 def _recompute_apart(

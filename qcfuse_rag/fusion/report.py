@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 UNSOUGHT = "no passages were looked for"
@@ -42,21 +42,24 @@ class Timings:
         probe_s: scoring tokens by the question, without waiting.
         select_s: turning scores into rows.
         recompute_s: computing the rows and the first token's logits, without waiting.
+        others_s: between parts of the prefill, computing parts and steps of other requests.
     """
 
     load_s: float = 0.0
     probe_s: float = 0.0
     select_s: float = 0.0
     recompute_s: float = 0.0
+    others_s: float = 0.0
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds by stage, in order."""
-        return {"load": self.load_s, "probe": self.probe_s, "select": self.select_s, "recompute": self.recompute_s}
+        """Seconds by stage, in order; `others` only if other requests ran in between."""
+        stages = {field.name.removesuffix("_s"): getattr(self, field.name) for field in fields(self)}
+        return stages if self.others_s else {name: stages[name] for name in stages if name != "others"}
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from the finished prompt to the first token's logits."""
+        """Seconds from the beginning of the prefill to the first token's logits; waiting in a queue comes before."""
         return sum(self.stages.values())
 
 
@@ -85,7 +88,7 @@ class FusionReport:
         timings: seconds by stage.
         fallback: why the request fell back to full prefill of some or all passages, or None.
         predicted_s: seconds to the first token that the costs of the method's guard predict for what was done, to be
-            compared with `timings.ttft_s`; None without a guard, and if it was not asked.
+            compared with `timings.ttft_s` less `timings.others_s`; None without a guard, and if it was not asked.
     """
 
     method: str

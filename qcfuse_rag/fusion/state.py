@@ -64,6 +64,7 @@ class FusedPrompt:
         loader: brings the chunks into the buffer; None if nothing is to be loaded.
         prefix_tokens: leading positions that an earlier request has computed; see `fusion.prefix_cache`.
         prefix_exact: how many of these are full prefill's.
+        others_s: seconds that other requests ran between parts of the prefill.
     """
 
     runner: ModelRunner
@@ -78,6 +79,7 @@ class FusedPrompt:
     loader: LayerLoader | None = None
     prefix_tokens: int = 0
     prefix_exact: int = 0
+    others_s: float = 0.0
 
     @classmethod
     def empty(cls, runner: ModelRunner, prompt: Prompt, capacity: int) -> FusedPrompt:

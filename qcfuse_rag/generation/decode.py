@@ -28,10 +28,10 @@ class Generation:
         ids: its tokens, the end token included.
         finish_reason: `end` for an end token, `stop` for a stop string, `length` for the token limit, or `cancelled`.
         report: of the prefill.
-        decode_s: seconds from the first token's logits to the last token.
+        decode_s: seconds from the first token's logits to the last token; of a stream, from the first read on.
         healing: what healing did; None for answers that are not healed.
         logprobs: of the tokens, one for each id; None if the request asked for none.
-        passes: number of passes over the answer's tokens; fewer than tokens where candidates were right.
+        passes: number of decode passes, see `AnswerDecoder`; fewer than tokens where candidates were right.
     """
 
     text: str
@@ -81,7 +81,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request: prompt, answer, reused from the store, recomputed although stored."""
+    """Token counts: prompt, answer, reused from the store or an earlier request, recomputed although stored."""
 
     input_tokens: int
     output_tokens: int

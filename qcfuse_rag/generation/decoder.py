@@ -82,7 +82,7 @@ class AnswerDecoder:
     Attributes:
         answer: the tokens so far and their text; while it is held back, the draft.
         holds_back: whether the answer is a draft that waits for verification.
-        passes: number of passes that have computed rows of the answer's tokens.
+        passes: number of decode passes over the answer's tokens; healing and verifying are not counted.
     """
 
     def __init__(self, runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> None:

@@ -23,18 +23,31 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], *, special_tokens: bool = False) -> None:
         self.stopped = False
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=not special_tokens)
+        self._skip_special_tokens = not special_tokens
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
         self._stop = stop
         self._held = ""
 
     def push(self, token: int) -> str:
         """Add a token; return the text that is now certain, often empty. Sets `stopped` at a stop string."""
-        self._held += self._stream.step(self._tokenizer, token) or ""
+        self._held += self._step(token)
         matches = [start for start in map(self._held.find, self._stop) if start >= 0]
         if matches:
             self.stopped = True
             return self._release(min(matches))
         return self._release(len(self._held) - partial_match_length(self._held, self._stop))
+
+    def _step(self, token: int) -> str:
+        """Return the characters that a token completes.
+
+        Where tokens are bytes, a broken character makes the stream decode its run of bytes anew and fail, because the
+        run begins with other text than before. Decoding then begins again at this token.
+        """
+        try:
+            return self._stream.step(self._tokenizer, token) or ""
+        except Exception:  # a plain one, of tokenizers
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+            return self._stream.step(self._tokenizer, token) or ""
 
     def flush(self) -> str:
         """Return the held text at the end of the answer; an incomplete character is dropped."""

@@ -30,6 +30,9 @@ far as that slows no token much, so later tokens are nearer to full prefill's. `
 is recomputed and the text is verified: a greedy answer is full prefill's, token for token.
 """
 
+MIN_TEMPERATURE = 0.01
+"""Lower temperatures, except 0, overflow; they are raised to it."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -149,7 +152,7 @@ class Sampler:
             self._generator.manual_seed(params.seed)
         self._warpers = LogitsProcessorList()
         if not self._greedy:
-            self._warpers.append(TemperatureLogitsWarper(params.temperature))
+            self._warpers.append(TemperatureLogitsWarper(max(float(params.temperature), MIN_TEMPERATURE)))
             if params.top_k:
                 self._warpers.append(TopKLogitsWarper(params.top_k))
             if params.top_p < 1:

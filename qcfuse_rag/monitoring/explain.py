@@ -27,6 +27,7 @@ STAGE_MEANINGS = {
     "probe": "scoring the passages' tokens",
     "select": "choosing what to recompute",
     "recompute": "computing, up to the first token of the answer",
+    "others": "answering other requests in between",
 }
 HEADINGS = {
     Role.SYSTEM_PREFIX: "Beginning: system message and tools",
@@ -238,8 +239,11 @@ class _Explanation:
             return "recomputed" if any(position in selected for position in positions) else "reused"
 
         for name, ranges in groupby(_character_ranges(self.tokenizer, span), key=outcome):
-            ids = [span.segment.ids[position - span.start] for positions in ranges for position in positions]
-            yield name, self.tokenizer.decode(ids)
+            inside = [position - span.start for positions in ranges for position in positions]
+            # Decoded behind the token before, since decoders strip a leading space.
+            before = span.segment.ids[max(0, inside[0] - 1) : inside[0]]
+            ids = [*before, *(span.segment.ids[index] for index in inside)]
+            yield name, self.tokenizer.decode(ids)[len(self.tokenizer.decode(before)) :]
 
 
 def _count(run: list[int]) -> str:

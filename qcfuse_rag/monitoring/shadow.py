@@ -41,7 +41,8 @@ class Drift:
     Attributes:
         requests: number of fused requests with at least one stored passage.
         compared: number of requests that were compared with full prefill.
-        dropped: requests that were to be compared, but too many others waited or their passages were removed.
+        dropped: requests that were to be compared, but too many others waited, their passages were removed, or the
+            ratio was raised meanwhile.
         kl: mean divergence along full prefill's answers over the last comparisons, in nats a token; None before the
             first comparison.
         agreement: mean share of these answers' tokens that were predicted.
@@ -260,8 +261,9 @@ class Shadow:
             if compared is None:
                 self._dropped += 1
                 return
-            if self._ratio is not None and ratio < self._ratio:
-                return  # prefilled before the ratio was raised
+            if self._ratio is not None and ratio < self._ratio:  # prefilled before the ratio was raised
+                self._dropped += 1
+                return
             self._comparisons.append((compared.mean_kl, compared.top1, compared.identical))
             self._compared += 1
             mean = fmean(kl for kl, *_ in self._comparisons)

@@ -53,16 +53,16 @@ class RowBlock:
 
     Attributes:
         start, stop: the rows' range within the plan.
-        first_key, last_key: range of key positions (or of indices into the visible keys) that the rows may see.
-        mask: `[stop - start, last_key - first_key]` bool, True where a row sees a key; None if every row sees every
+        start_key, stop_key: range of key positions (or of indices into the visible keys) that the rows may see.
+        mask: `[stop - start, stop_key - start_key]` bool, True where a row sees a key; None if every row sees every
             key of the range, or if `causal` is True.
         causal: True if the rows are the last positions of the range and each sees the keys up to its own position.
     """
 
     start: int
     stop: int
-    first_key: int
-    last_key: int
+    start_key: int
+    stop_key: int
     mask: Tensor | None
     causal: bool
     _additive: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, compare=False)
@@ -77,7 +77,7 @@ class RowBlock:
             groups: how often the mask is repeated: number of query heads that share a key.
 
         Returns:
-            `[groups * (stop - start), last_key - first_key]`.
+            `[groups * (stop - start), stop_key - start_key]`.
         """
         assert self.mask is not None
         if (dtype, groups) in self._additive:

@@ -22,6 +22,8 @@ CONTEXT_TOKENS = 1024
 
 ROWS = {"cpu": (8, 64), "cuda": (32, 256)}
 """Rows of the two measured passes, by device; their difference is the cost of more rows."""
+MOST_ROWS = 512
+"""Most rows beside a step: where more rows measure no slower, the measurement says nothing of many more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ class StepCosts:
 
     @property
     def rows_like_a_step(self) -> int:
-        """Number of further rows that take about as long as a step, which reads the weights; at least 1."""
-        return max(1, round(self.step_s / self.row_s))
+        """Number of further rows that take about as long as a step, which reads the weights; 1 to `MOST_ROWS`."""
+        return min(MOST_ROWS, max(1, round(self.step_s / self.row_s)))
 
     def pace(self, slowdown: float) -> HealingPace | None:
         """Return how many rows to heal, and in which steps, so that steps take at most this share longer on average.
@@ -74,12 +76,12 @@ class StepCosts:
         return HealingPace(rows, math.ceil((self.extra_s + rows * self.row_s) / (slowdown * self.step_s)))
 
     def rows_beside(self, slowdown: float) -> int:
-        """Return how many rows fit beside a step that may take this share longer: a power of two, or 0.
+        """Return how many rows fit beside a step that may take this share longer: a power of two up to a limit, or 0.
 
         Measurements vary from one process to the next; powers of two vary less.
         """
         rows = int((slowdown * self.step_s - self.extra_s) / self.row_s)
-        return 1 << (rows.bit_length() - 1) if rows > 0 else 0
+        return min(MOST_ROWS, 1 << (rows.bit_length() - 1)) if rows > 0 else 0
 
 
 class MeasuredStepCosts:

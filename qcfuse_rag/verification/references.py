@@ -116,8 +116,9 @@ class ReferenceAnswers:
         case, store = reference.case, reference.store or MemoryStore(UNLIMITED, numbers=self._engine.store.numbers)
         engine = FusionEngine(self._engine.lm, store, template=self._engine.prompts.template, method=self._method)
         if case.passages and self._method.base is not None:
-            engine.warm(case.passages[:1])  # only a prompt's first passage is read under other bases too
-            engine.warm(case.passages[1:], bases=self._method.bases[:1])
+            first, rest = case.passages[:1], case.passages[1:]  # all may be neighbours of all
+            engine.warm(first, others=rest)  # only a prompt's first passage is read under other bases too
+            engine.warm(rest, bases=self._method.bases[:1], others=first)
         prompt = engine.prompt(case.question, case.passages)
         prefilled = engine.prefill(prompt, method=method, answer_tokens=case.max_new_tokens)
         self._advance()

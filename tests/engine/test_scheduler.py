@@ -573,3 +573,19 @@ def test_methods_are_each_requests_own(engine: FusionEngine, scheduler: Schedule
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="steps must be at least 1"):
         SchedulerSettings(steps=0)
+
+
+def test_time_of_other_requests_is_told_apart(engine: FusionEngine) -> None:
+    prompt, pauses = engine.prompt(QUESTION, PASSAGES), 0
+    parts = engine.prefill_in_parts(prompt, method=make_method("full"), part_rows=lambda: 30)
+    while True:
+        try:
+            next(parts)
+        except StopIteration as finished:
+            timings = finished.value.report.timings
+            break
+        pauses += 1
+        time.sleep(0.05)
+    assert pauses > 1
+    assert timings.others_s >= 0.05 * pauses
+    assert timings.recompute_s + timings.load_s < timings.ttft_s - timings.others_s + 1e-6

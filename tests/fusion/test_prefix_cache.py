@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.fusion.calibration import Calibration
+from qcfuse_rag.fusion.guard import IN_FULL, PrefillEstimate
 from qcfuse_rag.fusion.prefix_cache import KeptSequence, PrefixCache
 from qcfuse_rag.prompts.segments import Role, Segment
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.costs import Costs
 from qcfuse_rag.store.key import hash_ids
 from tests.support.engines import METHOD, make_engine
 from tests.support.passages import PASSAGES, QUESTION
@@ -158,6 +160,27 @@ def test_another_method_reuses_exact_tokens_alone(keeping: FusionEngine) -> None
     report = keeping.generate(prompt, PARAMS, method=FULL_PREFILL).report
     assert report.prefix_tokens == kept.prefilled.exact_tokens < len(prompt) - 1
     assert keeping.generate(prompt, PARAMS, method=METHOD).report.prefix_tokens == len(prompt) - 1, "now all is exact"
+
+
+class RefusesBehindAPrefix:
+    """A guard that computes in full whatever another request has begun."""
+
+    def refusal(self, estimate: PrefillEstimate, costs: Costs) -> str | None:
+        return f"{IN_FULL}: a prefix is held" if estimate.held_tokens else None
+
+
+def test_what_a_guard_has_computed_in_full_is_exact_behind_a_fused_prefix(keeping: FusionEngine) -> None:
+    method = replace(METHOD, guard=RefusesBehindAPrefix())
+    kept = keeping.stream(keeping.prompt(QUESTION, PASSAGES[:2]), PARAMS, method=method)
+    kept.result()
+    prompt = keeping.prompt(QUESTION, PASSAGES)
+    assert 0 < kept.prefilled.exact_tokens < prompt.chunks[2].start
+    again = keeping.stream(prompt, PARAMS, method=method).prefilled
+    assert again.report.fallback is not None
+    assert again.report.prefix_tokens == kept.prefilled.exact_tokens
+    assert again.exact_tokens == len(prompt)
+    full = keeping.prefill(prompt, method=FULL_PREFILL)
+    assert torch.allclose(again.logits, full.logits, atol=1e-4)
 
 
 def test_healed_answers_give_exact_prefixes(keeping: FusionEngine) -> None:

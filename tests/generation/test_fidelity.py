@@ -317,3 +317,10 @@ def test_unknown_settings_are_refused() -> None:
         SamplingParams(fidelity="slow")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"slowdown must not be negative, got -0\.1"):
         SamplingParams(slowdown=-0.1)
+
+
+def test_a_measurement_in_which_more_rows_cost_nothing_heals_no_endless_rows() -> None:
+    pace = StepCosts(1.0, 0.0, 1e-12).pace(0.1)
+    assert pace is not None
+    assert pace.rows <= 512
+    assert StepCosts(1.0, 0.5, 1e-12).rows_like_a_step <= 512

@@ -20,6 +20,7 @@ from qcfuse_rag import (
     Scheduler,
     make_method,
 )
+from qcfuse_rag.generation.detokenizer import Detokenizer
 from qcfuse_rag.generation.logprobs import LOWEST, TokenLogprob, content_logprobs, token_bytes, token_logprob
 from tests.support import references
 from tests.support.engines import make_engine, make_warmed_engine
@@ -153,3 +154,13 @@ def test_the_bytes_of_tokens_are_those_of_the_text(byte_level: bool, tokenizer: 
     assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == joined
     assert any("\ufffd" in entry["token"] for entry in entries)
     assert {key for entry in entries for key in entry["top_logprobs"][0]} == {"token", "logprob", "bytes"}
+
+
+def test_a_broken_character_among_byte_tokens_does_not_end_the_text() -> None:
+    """Such tokenizers decode a run of bytes as a whole, also the line break in front of half a character."""
+    tokenizer = byte_fallback_tokenizer()
+    names = ["<0x0A>", "<0xF0>", "<0x9F>", "\u2581ist"]
+    detokenizer = Detokenizer(tokenizer.backend_tokenizer, ())
+    pieces = [detokenizer.push(tokenizer.convert_tokens_to_ids(name)) for name in names]
+    assert "".join(pieces).startswith("\n")
+    assert pieces[-1].endswith("ist")

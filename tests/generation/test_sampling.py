@@ -87,3 +87,11 @@ def test_an_answer_with_penalties_is_exact_and_says_that_it_is_not_verified(engi
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("temperature", [1, 1e-40])
+def test_whole_and_tiny_temperatures_are_temperatures(
+    llama: LanguageModel, logits: torch.Tensor, temperature: float
+) -> None:
+    token = Sampler(SamplingParams(temperature=temperature, seed=1), llama)(logits)
+    assert token == int(logits.argmax()) or temperature == 1

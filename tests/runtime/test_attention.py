@@ -54,7 +54,7 @@ def test_blocks_show_every_row_exactly_what_it_may_see(
     positions = torch.arange(length) if visible is None else visible
     seen = torch.zeros(len(rows), length, dtype=torch.bool)
     for block in blocks:
-        keys = positions[block.first_key : block.last_key]
+        keys = positions[block.start_key : block.stop_key]
         shown = torch.ones(block.stop - block.start, len(keys), dtype=torch.bool)
         if block.causal:
             shown = shown.tril(len(keys) - (block.stop - block.start))

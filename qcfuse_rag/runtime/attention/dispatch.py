@@ -116,7 +116,7 @@ def rows_attention(  # noqa: PLR0913 called by transformers
     outputs = []
     for block in row_blocks_of(fusion, layer, window):
         q = query[:, :, block.start : block.stop]
-        k, v = key[:, :, block.first_key : block.last_key], value[:, :, block.first_key : block.last_key]
+        k, v = key[:, :, block.start_key : block.stop_key], value[:, :, block.start_key : block.stop_key]
         biased_mask = None
         if bias is not None and fusion.rows[block.stop - 1] >= bias.first_row:
             biased_mask = _biased_mask(fusion.rows[block.start : block.stop], block, bias, layer)
@@ -196,7 +196,7 @@ def _biased_mask(rows: Tensor, block: RowBlock, bias: ReaderBias, layer: int) ->
         bias: the bias of all layers.
         layer: the layer.
     """
-    positions = torch.arange(block.first_key, block.last_key, device=rows.device)
+    positions = torch.arange(block.start_key, block.stop_key, device=rows.device)
     biased = (rows >= bias.first_row)[:, None] & ((positions >= bias.start) & (positions < bias.stop))[None, :]
     mask = biased * bias.by_layer[layer][:, None, None]
     if block.mask is not None:

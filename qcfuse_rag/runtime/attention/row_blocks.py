@@ -43,14 +43,14 @@ def split_rows(
     for start in range(0, len(host_rows), ROWS_PER_BLOCK):
         stop = min(start + ROWS_PER_BLOCK, len(host_rows))
         first_row, last_row = host_rows[start], host_rows[stop - 1]
-        last_key = bisect_right(keys, last_row)
-        first_key = 0 if window is None else bisect_right(keys, first_row - window)
-        all_seen = keys[last_key - 1] <= first_row
-        all_in_window = window is None or last_row - keys[first_key] < window
+        stop_key = bisect_right(keys, last_row)
+        start_key = 0 if window is None else bisect_right(keys, first_row - window)
+        all_seen = keys[stop_key - 1] <= first_row
+        all_in_window = window is None or last_row - keys[start_key] < window
         mask = None
         if not all_seen or not all_in_window:
-            mask = seen_keys(rows[start:stop], positions[first_key:last_key], window)
-        blocks.append(RowBlock(start, stop, first_key, last_key, mask, causal=False))
+            mask = seen_keys(rows[start:stop], positions[start_key:stop_key], window)
+        blocks.append(RowBlock(start, stop, start_key, stop_key, mask, causal=False))
     return blocks
 
 

@@ -35,9 +35,6 @@ MAX_DEPTH = 100
 TOO_DEEP = f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed"
 """Copying, rendering and pickling a body all have depth limits of their own, with unclear errors."""
 
-MIN_TEMPERATURE = 0.01
-"""Lower temperatures, except 0, overflow."""
-
 OFF: tuple[Any, ...] = (None, 0, "", [], {})
 """Values that disable most fields; False equals 0."""
 
@@ -197,7 +194,7 @@ class GenerationRequest(BaseModel):
             raise QCFuseError(f"max_tokens is {max_tokens}, and this server gives at most {most_tokens}")
         return SamplingParams(
             max_new_tokens=max_tokens,
-            temperature=max(self.temperature, MIN_TEMPERATURE) if self.temperature else 0.0,
+            temperature=self.temperature or 0.0,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),  # vLLM's -1 keeps all, too
             min_p=self.min_p or 0.0,
