@@ -157,6 +157,10 @@ def _served_library(folder: Path, engine: FusionEngine, options: ServeOptions) -
     except ImportError as error:
         if options.retrieve or options.editable:
             raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[cli,serve]'`") from error
+        print_note(
+            "note:",
+            f"clients cannot use the documents: {error.name} is missing; run `pip install 'qcfuse-rag[cli,serve]'`",
+        )
         return None
     library = library_of(folder)
     return ServedLibrary(
@@ -250,8 +254,9 @@ def _bind(options: ServeOptions) -> socket.socket:
 
 def _print_address(options: ServeOptions, name: str, token: str | None) -> None:
     access = "with the token" if token is not None else "without a token"
-    page = "" if options.no_playground else f", a page to try it at http://{options.host}:{options.port}/"
-    print_line(f"{name} at http://{options.host}:{options.port}/v1, {access}{page}; Ctrl-C ends", ERR)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    page = "" if options.no_playground else f", a page to try it at http://{host}:{options.port}/"
+    print_line(f"{name} at http://{host}:{options.port}/v1, {access}{page}; Ctrl-C ends", ERR)
 
 
 def _is_loopback(host: str) -> bool:

@@ -198,12 +198,12 @@ def _warm(settings: LibrarySettings, options: WarmOptions, record: JobRecord) ->
 
 
 def _require_dtype(options: WarmOptions) -> None:
-    """Require a dtype if GPU workers would otherwise take the float32 of this machine's CPU."""
+    """Require a dtype if GPU workers would otherwise take the dtype of this machine's CPU."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu_workers = options.ray is not None and options.gpus_per_worker > 0
     if gpu_workers and options.dtype is None and not device.startswith("cuda"):
         raise QCFuseError(
-            "the workers have GPUs, but this machine computes in float32 on a CPU and the workers would do so too: "
+            "the workers have GPUs, but this machine computes on a CPU, in a dtype that the workers would take too: "
             "give `qcfuse warm run` the --dtype of the machine that answers, such as bfloat16"
         )
 

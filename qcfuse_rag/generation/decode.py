@@ -79,6 +79,10 @@ class Generation:
         return Usage(report.prompt_tokens, len(self.ids), report.reused_tokens, len(report.selected))
 
 
+FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+"""OpenAI's name for each way in which an answer without tool calls ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts: prompt, answer, reused from the store or an earlier request, recomputed although stored."""

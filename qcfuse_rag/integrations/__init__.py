@@ -7,6 +7,7 @@ requests, passages in the store, and warnings at the caller's line. Nothing here
 from qcfuse_rag.engine.caller_warnings import warn_caller, warn_not_stored, warn_unused
 from qcfuse_rag.engine.engine_handle import LOAD_SETTINGS, AnswerRequest, EngineHandle
 from qcfuse_rag.engine.request import RequestHandle
+from qcfuse_rag.generation.decode import FINISH_REASONS
 from qcfuse_rag.generation.reasoning import AnswerPiece
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
@@ -14,6 +15,7 @@ from qcfuse_rag.integrations.engine_settings import SAMPLING_SETTINGS, EngineSet
 from qcfuse_rag.integrations.passages import Passage, warm_passages
 
 __all__ = [
+    "FINISH_REASONS",
     "LOAD_SETTINGS",
     "SAMPLING_SETTINGS",
     "AnswerPiece",

@@ -71,7 +71,9 @@ class EngineSettings(BaseModel):
     )
     top_logprobs: int | None = Field(default=None, description="And with those of so many likeliest tokens.", ge=0)
     device: str | None = Field(default=None, description="Such as cpu or cuda:0; a GPU if there is one.")
-    dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
+    dtype: str | None = Field(
+        default=None, description="Such as bfloat16; None: the faster of float32 and bfloat16 on a CPU."
+    )
     weights: WeightFormat = Field(
         default="model",
         description="model: in the dtype; float16 or int8: rounded, on CPUs; auto: bfloat16 or float16 on a CPU.",
@@ -153,10 +155,9 @@ class EngineSettings(BaseModel):
             ValueError: if there is a number of likeliest tokens, and log probabilities are not asked for.
         """
         wanted, count = call.get("logprobs"), call.get("top_logprobs")
-        count = self.top_logprobs if count is None else count
         if self.logprobs if wanted is None else wanted:
-            return count or 0
-        if count:
+            return (self.top_logprobs if count is None else count) or 0
+        if count or (wanted is None and self.top_logprobs):
             raise ValueError("top_logprobs needs logprobs=True")
         return None
 

@@ -62,9 +62,15 @@ class PromptTemplate:
         return self.chunk.format(text=text)
 
 
+ROLES = {"developer": "system", "human": "user", "ai": "assistant", "chatbot": "assistant", "model": "assistant"}
+"""Roles of clients and frameworks, by the names that chat templates know; many templates drop an unknown role."""
+
+
 def as_mapping(turn: Turn) -> Mapping[str, Any]:
     """Return a turn as chat templates take it."""
-    return turn if isinstance(turn, Mapping) else {"role": turn[0], "content": turn[1]}
+    message = turn if isinstance(turn, Mapping) else {"role": turn[0], "content": turn[1]}
+    role = message.get("role")
+    return {**message, "role": ROLES[role]} if role in ROLES else message
 
 
 def is_system_text(turn: Turn) -> bool:

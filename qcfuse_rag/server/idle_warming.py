@@ -61,12 +61,18 @@ class IdleWarming:
                 self._waiting.popitem(last=False)
             self._changed.notify()
 
-    def forget(self, source: str) -> None:
-        """Drop the waiting passages of a source; a passage that is warmed now is forgotten when it is done."""
+    def forget(self, source: str) -> int:
+        """Drop the waiting passages of a source, and forget one that is warmed now when it is done.
+
+        Returns:
+            The number of these passages.
+        """
         with self._changed:
+            before = len(self._waiting) + (self._warming is not None)
             self._waiting = OrderedDict(pair for pair in self._waiting.items() if pair[1] != source)
             if self._warming == source:
                 self._warming = None
+            return before - len(self._waiting) - (self._warming is not None)
 
     def close(self) -> None:
         """Warm no further passage and end the thread; what waits is dropped."""
@@ -93,7 +99,7 @@ class IdleWarming:
                 if forgotten and not self._is_current(text, source):
                     self._handle.engine.forget(source)
             except Exception as error:
-                LOG.warning("a passage of a request is not kept: %s", error)
+                LOG.error("a passage of a request is not kept: %s", error)
 
     def _wait_until_idle(self) -> bool:
         """Wait until no request was there for a while; return False if the thread is to end."""
@@ -112,7 +118,7 @@ class IdleWarming:
         if source != CLIENTS and self._library is not None and not self._library.has(text, source):
             return
         if len(text) > LONGEST * engine.prompts.longest_token or len(engine.prompts.chunk_ids(text)) > LONGEST:
-            LOG.warning("a passage of a request is not kept: it has more than %d tokens", LONGEST)
+            LOG.error("a passage of a request is not kept: it has more than %d tokens", LONGEST)
             return
         self.warmed += engine.warm([text], sources=[source], replace=False).warmed > 0
 

@@ -40,7 +40,8 @@ class ServedLibrary(Retriever):
         on_forget: called with the name of each document that was removed.
 
     Attributes:
-        forget_listeners: `on_forget` and further functions that are called like it.
+        forget_listeners: `on_forget` and further functions that are called like it; they may return a number of
+            passages that waited to be warmed.
 
     Raises:
         QCFuseError: if there is no index, or it cannot be read.
@@ -61,7 +62,7 @@ class ServedLibrary(Retriever):
         self.editable = editable
         self._folder, self._engine, self._count = folder, engine, count
         self._changing = changing
-        self.forget_listeners = [on_forget]
+        self.forget_listeners: list[Callable[[str], object]] = [on_forget]
         self._retrieving = threading.Lock()  # tokenizers cannot be used by two threads at once
 
     def retrieve_for(self, question: str, after: str | None) -> list[RetrievedPassage]:
@@ -111,7 +112,7 @@ class ServedLibrary(Retriever):
         """Split documents into passages, index and warm them; a document of the same name is replaced.
 
         Args:
-            documents: text by name.
+            documents: text by source, or by the short name of a document that is there.
             progress: called with tokens `(done, total)` after every batch.
 
         Returns:
@@ -124,6 +125,7 @@ class ServedLibrary(Retriever):
         """
         if any(base.enriched for base in self._engine.corpus.bases):
             raise QCFuseError("caches of this library are made with their neighbours; use `qcfuse warm run` here")
+        documents = {self._source_of(name): text for name, text in documents.items()}
         splitting = TextSplitting(self._engine.lm.tokenizer, PASSAGE_TOKENS)
         passages = {name: _split(splitting, name, text) for name, text in documents.items()}
         if empty := [name for name, texts in passages.items() if not texts]:
@@ -143,13 +145,18 @@ class ServedLibrary(Retriever):
         return {"documents": len(passages), "passages": len(texts), **summary.to_dict()}
 
     def forget(self, source: str) -> dict[str, int]:
-        """Remove a document's caches and passages; return the numbers removed.
+        """Remove a document's caches and passages, also those that wait to be warmed; return the numbers removed.
+
+        Args:
+            source: the document's source, or its short name if no other document has it.
 
         Raises:
             Busy: if another job changes the library.
             StoreError: if the store or the library cannot be written.
         """
+        waiting = 0
         with self._changing():
+            source = self._source_of(source)
             caches = self._engine.forget(source)
             index = PassageIndex.load(self._folder)
             before = len(index.passages)
@@ -159,8 +166,16 @@ class ServedLibrary(Retriever):
                     self._replace_index(index)
             finally:
                 for listener in self.forget_listeners:
-                    listener(source)
-        return {"caches": caches, "passages": before - len(index.passages)}
+                    dropped = listener(source)
+                    waiting += dropped if isinstance(dropped, int) else 0
+        return {"caches": caches, "passages": before - len(index.passages), "waiting": waiting}
+
+    def _source_of(self, name: str) -> str:
+        """Return the source of the document with a short name, if there is one and no source has this name itself."""
+        documents = self.documents()
+        sources = [document["source"] for document in documents if document["name"] == name]
+        is_source = any(document["source"] == name for document in documents)
+        return name if is_source or len(sources) != 1 else str(sources[0])
 
     def _replace_index(self, index: PassageIndex) -> None:
         try:

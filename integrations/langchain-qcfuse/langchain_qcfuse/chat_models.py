@@ -27,9 +27,11 @@ from langchain_qcfuse.structured import bind_json_schema, bind_schema_tool
 from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams, WarmSummary
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.integrations import (
+    FINISH_REASONS,
     AnswerRequest,
     EngineHandle,
     EngineSettings,
+    ParsedResponse,
     RequestHandle,
     ResponseReader,
     warm_passages,
@@ -45,8 +47,8 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
     `documents`, or in `text-plain` blocks of messages, need not be found: the RAG prompt puts them before the text of
     the last user message.
 
-    One thread answers all calls, from any number of threads and event loops. It prefills them in order of arrival and
-    decodes them together.
+    One thread answers all calls, from any number of threads and event loops. It prefills short prompts
+    first and long ones in parts, and decodes answers together.
 
     Example:
         ```python
@@ -285,22 +287,24 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
     def _result(self, answer: RequestHandle, kwargs: dict[str, Any]) -> ChatResult:
         assert answer.generation is not None
         _, reply = self._reader(answer, kwargs).finish(answer.generation)
-        message = answer_message(reply, answer.generation, self._metadata(answer.generation))
+        message = answer_message(reply, answer.generation, self._metadata(answer.generation, reply))
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     def _last(self, answer: RequestHandle, reader: ResponseReader) -> ChatGenerationChunk:
         """Return the end of a stream."""
         assert answer.generation is not None
         rest, reply = reader.finish(answer.generation)
-        message = last_chunk(rest, reply, answer.generation, self._metadata(answer.generation))
+        message = last_chunk(rest, reply, answer.generation, self._metadata(answer.generation, reply))
         return ChatGenerationChunk(message=message)
 
-    def _metadata(self, generation: Generation) -> dict[str, Any]:
+    def _metadata(self, generation: Generation, reply: ParsedResponse) -> dict[str, Any]:
+        """Return what is known of an answer; `finish_reason` is in OpenAI's words, `ended_by` in this library's."""
         content = generation.content_logprobs(self.engine.lm.tokenizer)
         return {
             **({} if content is None else {"logprobs": {"content": content, "refusal": None}}),
             "model_name": self.model_name,
-            "finish_reason": generation.finish_reason,
+            "finish_reason": "tool_calls" if reply.calls else FINISH_REASONS[generation.finish_reason],
+            "ended_by": generation.finish_reason,
             "fusion": generation.report.to_dict(),
             "verified_upto": generation.verified_upto,
         }

@@ -11,7 +11,10 @@ from langchain_core.messages import (
     AIMessageChunk,
     BaseMessage,
     ChatMessage,
+    FunctionMessage,
+    HumanMessage,
     InvalidToolCall,
+    SystemMessage,
     ToolCall,
     ToolMessage,
 )
@@ -28,22 +31,30 @@ MEDIA = {"image", "image_url", "input_image", "audio", "input_audio", "video", "
 REASONING_KEY = "reasoning_content"
 """Key of `additional_kwargs` that LangChain's `content_blocks` read as a `reasoning` block."""
 
-ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
+ROLES = {
+    HumanMessage: "user",
+    AIMessage: "assistant",
+    SystemMessage: "system",
+    ToolMessage: "tool",
+    FunctionMessage: "function",
+}
+"""The role of each class of messages; chunks of streams are subclasses."""
 
 
 def turn_of(message: BaseMessage) -> dict[str, Any]:
     """Return a message as a turn of a chat template, with its reasoning and tool calls, or as a tool's result.
 
     Raises:
-        ValueError: if it has a block of images, audio, video or files.
+        ValueError: if it has a block of images, audio, video or files, or is no message of a conversation.
     """
     media = MEDIA & {block.get("type") for block in blocks_of(message)}
     if media:
         raise ValueError(f"the model reads text; leave out blocks of {', '.join(sorted(media))}, or describe them")
-    role = message.role if isinstance(message, ChatMessage) else ROLES.get(message.type, message.type)
-    turn: dict[str, Any] = {"role": role, "content": str(message.text)}
+    turn: dict[str, Any] = {"role": _role_of(message), "content": str(message.text)}
     if isinstance(message, AIMessage) and (reasoning := reasoning_in(message)):
         turn["reasoning_content"] = reasoning
+    if isinstance(message, AIMessage) and message.invalid_tool_calls:  # the model sees what it wrote
+        turn["content"] += "".join(call["args"] or "" for call in message.invalid_tool_calls)
     if isinstance(message, AIMessage) and message.tool_calls:
         turn["tool_calls"] = [
             {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
@@ -52,6 +63,15 @@ def turn_of(message: BaseMessage) -> dict[str, Any]:
     if isinstance(message, ToolMessage):
         turn |= {"tool_call_id": message.tool_call_id, "name": message.name}
     return turn
+
+
+def _role_of(message: BaseMessage) -> str:
+    if isinstance(message, ChatMessage):
+        return message.role
+    for kind, role in ROLES.items():
+        if isinstance(message, kind):
+            return role
+    raise ValueError(f"a {type(message).__name__} is no message for a model; leave it out")
 
 
 def documents_in(message: BaseMessage) -> list[str]:

@@ -94,7 +94,7 @@ def is_pydantic_class(schema: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def _require_complete(message: AIMessage) -> None:
-    reason = message.response_metadata.get("finish_reason")
+    reason = message.response_metadata.get("ended_by")
     if reason not in (None, "end"):  # None: a chunk of a stream other than the last
         advice = TRUNCATION_ADVICE.get(reason, reason)
         raise OutputParserException(f"the answer was cut off before its JSON was complete: {advice}")

@@ -96,7 +96,7 @@ def forget_source(library: Path, source: str) -> None:
         record = JobRecord.load(library)
         before = json.dumps(record.to_dict())
         paths = record.arguments.get("paths", [])
-        record.arguments["paths"] = [path for path in paths if path != source and not path.endswith(f"/{source}")]
+        record.arguments["paths"] = [path for path in paths if not _names(path, source)]
         if record.summary is not None:
             unread = record.summary.get("unread", [])
             record.summary["unread"] = [reason for reason in unread if source not in reason]
@@ -104,6 +104,11 @@ def forget_source(library: Path, source: str) -> None:
             record.error = None
         if json.dumps(record.to_dict()) != before:
             write_atomically(library / RECORD_NAME, json.dumps(record.to_dict(), indent=2))
+
+
+def _names(path: str, source: str) -> bool:
+    """Return whether a recorded path names a document; a folder does not, whatever its name."""
+    return path == source or (path.endswith(f"/{source}") and not Path(path).is_dir())
 
 
 def show_status(library: Path, *, as_json: bool) -> None:

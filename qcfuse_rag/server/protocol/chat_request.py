@@ -100,8 +100,7 @@ class ChatMessage(BaseModel):
 
     def turn(self) -> dict[str, Any]:
         """Return the message for a chat template, with its content as text."""
-        role = "system" if self.role == "developer" else self.role  # templates know no developer role
-        turn: dict[str, Any] = {**(self.model_extra or {}), "role": role, "content": self.text}
+        turn: dict[str, Any] = {**(self.model_extra or {}), "role": self.role, "content": self.text}
         if self.tool_calls:
             turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return turn

@@ -10,7 +10,7 @@ from typing import Any
 
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.fusion.report import UNSOUGHT, FusionReport, Lookup, describe_misses
-from qcfuse_rag.generation.decode import Generation
+from qcfuse_rag.generation.decode import FINISH_REASONS, Generation
 from qcfuse_rag.generation.logprobs import content_logprobs
 from qcfuse_rag.generation.reasoning import AnswerPiece
 from qcfuse_rag.generation.stop_criteria import FinishReason, end_tokens
@@ -18,9 +18,6 @@ from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 LOG = logging.getLogger(__name__)
-
-FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
-"""OpenAI's finish reasons for the library's."""
 
 SAFE_REASONS = ("absent:", "anchors disagree:", "fix overhead")
 """Beginnings of reasons that contain only this library's words, also after a colon."""

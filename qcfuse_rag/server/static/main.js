@@ -37,8 +37,11 @@ async function load() {
 }
 
 function setBusy(busy) {
-  byId("send").hidden = busy;
-  byId("stop").hidden = !busy;
+  const [hidden, shown] = busy ? ["send", "stop"] : ["stop", "send"];
+  const hadFocus = document.activeElement === byId(hidden);
+  byId(hidden).hidden = true;
+  byId(shown).hidden = false;
+  if (hadFocus) byId(busy ? "stop" : "question").focus(); // else the keyboard's place on the page would be lost
 }
 
 async function ask() {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from importlib.util import find_spec
 from typing import Any
@@ -54,14 +54,27 @@ PromptFactory = Callable[[FusionEngine], Prompt]
 """Builds a prompt once the engine is loaded."""
 
 
+class PreparedMessages(list[ChatMessage]):
+    """Messages of a prompt that is built in another way than from their text; callbacks and events show the messages.
+
+    Args:
+        messages: the messages.
+        build: builds the prompt.
+    """
+
+    def __init__(self, messages: Iterable[ChatMessage], build: PromptFactory) -> None:
+        super().__init__(messages)
+        self.build = build
+
+
 class QCFuseLLM(EngineSettings, CustomLLM):
     """A transformers model in this process, run by qcfuse-rag's engine.
 
     Warmed nodes are found in LlamaIndex's prompts and not prefilled again. All other text is prefilled as usual.
     `QCFuseSynthesizer` passes each node separately instead, so nodes need not be found.
 
-    One thread answers all calls, from any number of threads and event loops. It prefills them in order of arrival and
-    decodes them together.
+    One thread answers all calls, from any number of threads and event loops. It prefills short prompts
+    first and long ones in parts, and decodes answers together.
 
     Example:
         ```python
@@ -270,6 +283,8 @@ class QCFuseLLM(EngineSettings, CustomLLM):
         return build
 
     def _conversation(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> PromptFactory:
+        if isinstance(messages, PreparedMessages):
+            return messages.build
         turns = [turn_of(message) for message in messages]
         custom = self.messages_to_prompt is not messages_to_prompt
         conversation = self.messages_to_prompt(messages) if custom else turns

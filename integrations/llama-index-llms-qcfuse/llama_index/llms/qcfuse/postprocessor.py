@@ -21,6 +21,9 @@ class QCFusePostprocessor(BaseNodePostprocessor):
     _from_dict = model_validator(mode="before")(without_class_name)
 
     llm: QCFuseLLM = Field(description="The LLM that will answer.", exclude=True)
+    target_metadata_key: str | None = Field(
+        default=None, description="Metadata key of the text that was warmed in place of a node's own; see QCFuseWarmup."
+    )
 
     @classmethod
     def class_name(cls) -> str:
@@ -30,5 +33,5 @@ class QCFusePostprocessor(BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        self.llm.engine.corpus.prefetch([text_of(node.node) for node in nodes])
+        self.llm.engine.corpus.prefetch([text_of(node.node, self.target_metadata_key) for node in nodes])
         return nodes

@@ -7,12 +7,16 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
-from llama_index.llms.qcfuse.base import PromptFactory, QCFuseLLM
-from qcfuse_rag import FusionEngine
+from llama_index.llms.qcfuse.base import PreparedMessages, QCFuseLLM
+from qcfuse_rag import FusionEngine, PromptTemplate
+
+dispatcher = get_dispatcher(__name__)
 
 
 class QCFuseSynthesizer(BaseSynthesizer):
@@ -38,43 +42,52 @@ class QCFuseSynthesizer(BaseSynthesizer):
         super().__init__(llm=llm, streaming=streaming, **kwargs)
         self._qcfuse = llm
 
+    @dispatcher.span
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer a question over the texts of nodes, in their order."""
-        build = self._prompt(query_str, text_chunks, response_kwargs)
+        messages = self._messages(query_str, text_chunks, response_kwargs)
         if self._streaming:
-            return self._pieces(build, response_kwargs)
-        return self._qcfuse.answer(build, response_kwargs).text
+            return self._pieces(messages, response_kwargs)
+        return self._qcfuse.chat(messages, **response_kwargs).message.content or ""
 
+    @dispatcher.span
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """Answer without blocking the event loop."""
-        build = self._prompt(query_str, text_chunks, response_kwargs)
+        messages = self._messages(query_str, text_chunks, response_kwargs)
         if self._streaming:
-            return self._apieces(build, response_kwargs)  # type: ignore[return-value]
-        return (await self._qcfuse.aanswer(build, response_kwargs)).text
+            return self._apieces(messages, response_kwargs)  # type: ignore[return-value]
+        return (await self._qcfuse.achat(messages, **response_kwargs)).message.content or ""
 
-    def _prompt(self, question: str, passages: Sequence[str], kwargs: dict[str, Any]) -> PromptFactory:
-        system_prompt = self._qcfuse.system_prompt
+    def _messages(self, question: str, passages: Sequence[str], kwargs: dict[str, Any]) -> PreparedMessages:
+        """Return the messages for callbacks and events, and how the prompt of separate passages is built."""
+        system_prompt, wording = self._qcfuse.system_prompt, PromptTemplate()
         history = [("system", system_prompt)] if system_prompt else []
-        return partial(
+        context = "".join(map(wording.format_chunk, passages))
+        turns = [
+            (role, text.format(context=context, question=question))
+            for role, text in self._qcfuse.rag_messages or wording.messages
+        ]
+        build = partial(
             FusionEngine.prompt,
             question=question,
             passages=passages,
             history=history,
             chat_template_kwargs=kwargs.get("chat_template_kwargs"),
         )
+        return PreparedMessages((ChatMessage(role=role, content=text) for role, text in [*history, *turns]), build)
 
-    def _pieces(self, build: PromptFactory, kwargs: dict[str, Any]) -> Iterator[str]:
-        for piece in self._qcfuse.read(self._qcfuse.ask(build, kwargs), kwargs):
-            if piece.text:
-                yield piece.text
+    def _pieces(self, messages: PreparedMessages, kwargs: dict[str, Any]) -> Iterator[str]:
+        for response in self._qcfuse.stream_chat(messages, **kwargs):
+            if response.delta:
+                yield response.delta
 
-    async def _apieces(self, build: PromptFactory, kwargs: dict[str, Any]) -> AsyncIterator[str]:
-        async with aclosing(self._qcfuse.aread(await self._qcfuse.aask(build, kwargs), kwargs)) as pieces:
-            async for piece in pieces:
-                if piece.text:
-                    yield piece.text
+    async def _apieces(self, messages: PreparedMessages, kwargs: dict[str, Any]) -> AsyncIterator[str]:
+        async with aclosing(await self._qcfuse.astream_chat(messages, **kwargs)) as responses:
+            async for response in responses:
+                if response.delta:
+                    yield response.delta
 
     def _get_prompts(self) -> PromptDictType:
         return {}

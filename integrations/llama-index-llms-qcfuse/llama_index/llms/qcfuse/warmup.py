@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from llama_index.core.schema import BaseNode, TransformComponent
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
@@ -57,6 +57,13 @@ class QCFuseWarmup(TransformComponent):
         default="",
         description="Changes with the store's content, so that the pipeline's own cache does not skip nodes.",
     )
+
+    @field_validator("bases")
+    @classmethod
+    def _known(cls, bases: list[str] | None) -> list[str] | None:
+        if unknown := [name for name in bases or () if name not in BASES]:
+            raise ValueError(f"there is no base {unknown[0]!r}; there are {', '.join(BASES)}")
+        return bases
 
     _progress: Callable[[int, int], None] | None = PrivateAttr(default=None)
     _summary: WarmSummary | None = PrivateAttr(default=None)
