@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FusionEngine, Prompt, PromptTemplate
+from qcfuse_rag import FusionEngine, LanguageModel, Prompt, PromptTemplate
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.joined_text import prompt_from_joined_text
@@ -404,3 +404,11 @@ def test_other_threads_run_while_a_long_text_is_tokenised(builder: PromptBuilder
 def test_a_lone_brace_is_an_error_of_the_template() -> None:
     with pytest.raises(InvalidTemplate, match="write a literal brace twice"):
         PromptTemplate(messages=(("user", "{context}{question} }"),))
+
+
+def test_roles_of_other_clients_are_those_that_templates_know(llama: LanguageModel) -> None:
+    turns = [("developer", "Be brief."), ("human", "Who?"), ("ai", "Orla."), ("user", "Why?")]
+    known = [("system", "Be brief."), ("user", "Who?"), ("assistant", "Orla."), ("user", "Why?")]
+    builder = PromptBuilder(llama.tokenizer, PromptTemplate())
+    assert builder.render(turns).text == builder.render(known).text
+    assert builder.build("Why?", [], turns[:3]).ids == builder.build("Why?", [], known[:3]).ids

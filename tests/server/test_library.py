@@ -421,7 +421,8 @@ async def test_what_clients_sent_can_be_forgotten_before_it_is_warm(
     warming.add((text, CLIENTS) for text in texts[: 1 if when == "being warmed" else 2])
     assert await asyncio.to_thread(began.wait, 20)
     async with client(make_app(EngineBackend(keep[1], "tiny"), library=library)) as http:
-        await http.delete("/v1/documents/clients")
+        forgotten = await http.delete("/v1/documents/clients")
+    assert (forgotten.status_code, forgotten.json()["waiting"]) == (200, 1 if when == "being warmed" else 2)
     go_on.set()
     await until(lambda: warming.warmed == 1 and warming._warming is None)
     warming.close()
@@ -508,3 +509,22 @@ def test_the_command_serves_what_it_warmed(run: Run, model_folder: str, corpus_f
             assert http.delete("/v1/documents/new.md").json()["passages"] == 1
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
+
+
+async def test_a_document_is_known_by_its_short_name_too(
+    engine: FusionEngine, tmp_path: Path, embedder: Embedder
+) -> None:
+    """Documents of `qcfuse warm run` have absolute paths as sources."""
+    folder, sources = tmp_path / "passages", [f"/docs/{name}" for name in NAMES]
+    index = PassageIndex(DEFAULT_EMBEDDER)
+    index.replace({source: [text] for source, text in zip(sources, PASSAGES, strict=True)}, embedder(PASSAGES))
+    index.save(folder)
+    library = ServedLibrary(folder, engine)
+    async with client(make_app(EngineBackend(EngineHandle.wrap(engine), "tiny"), library=library)) as http:
+        await add(http, {"mill.md": HARBOUR})
+        listed = (await http.get("/v1/documents")).json()["data"]
+        assert [document["source"] for document in listed] == sources
+        assert {p.text for p in PassageIndex.load(folder).passages if p.source == sources[2]} == {HARBOUR}
+        assert (await http.delete("/v1/documents/hull.md")).json()["passages"] == 1
+        listed = (await http.get("/v1/documents")).json()["data"]
+        assert [document["name"] for document in listed] == ["ferry.md", "mill.md"]

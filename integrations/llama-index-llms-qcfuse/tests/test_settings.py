@@ -135,3 +135,16 @@ async def test_warming_in_a_pipeline_leaves_the_event_loop_alone(llm: QCFuseLLM)
         last = time.perf_counter()
     assert await warming == nodes
     assert len(gaps) > 5, "other tasks ran meanwhile"
+
+
+def test_a_base_that_does_not_exist_is_refused_when_it_is_named(llm: QCFuseLLM) -> None:
+    with pytest.raises(ValueError, match="there is no base 'nonsense'; there are blind, framed"):
+        QCFuseWarmup(llm, bases=["nonsense"])
+
+
+def test_a_call_can_switch_log_probabilities_off(llm: QCFuseLLM) -> None:
+    asking = llm.model_copy(update={"logprobs": True, "top_logprobs": 2})
+    assert asking.top_count({}) == 2
+    assert asking.top_count({"logprobs": False}) is None
+    with pytest.raises(ValueError, match="top_logprobs needs logprobs"):
+        asking.top_count({"logprobs": False, "top_logprobs": 3})

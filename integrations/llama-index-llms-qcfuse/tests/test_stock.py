@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from llama_index.core import Document, VectorStoreIndex
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
@@ -15,7 +16,7 @@ from llama_index.core.tools import QueryEngineTool
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 
-from llama_index.llms.qcfuse import QCFuseLLM, QCFuseVectorStore, QCFuseWarmup
+from llama_index.llms.qcfuse import QCFuseLLM, QCFuseSynthesizer, QCFuseVectorStore, QCFuseWarmup
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.cases import cases
 from tests.support.llama_index_documents import LetterEmbedding, hits
@@ -145,3 +146,15 @@ def test_who_may_read_a_document_is_said_by_its_metadata(llm: QCFuseLLM, wrapped
         for text in PASSAGES
     ]
     assert readers == [{"board"}, {""}, {""}]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_answer_over_separate_nodes_is_a_call_of_the_model_for_callbacks(llm: QCFuseLLM, streaming: bool) -> None:
+    synthesizer, counter = QCFuseSynthesizer(llm, streaming=streaming), TokenCountingHandler(tokenizer=str.split)
+    llm.callback_manager = CallbackManager([counter])
+    response = synthesizer.get_response(QUESTION, PASSAGES)
+    answer = "".join(response) if streaming else response
+    assert answer == llm.engine.generate(llm.engine.prompt(QUESTION, PASSAGES), llm.sampling()).text
+    [event] = counter.llm_token_counts
+    assert event.prompt_token_count > len(" ".join(PASSAGES).split())
+    assert event.completion_token_count > 0
