@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from qcfuse_rag.errors import ModelNotFound
 from qcfuse_rag.models import gguf_cache, kept_hash, kept_result, load
-from qcfuse_rag.models.gguf_cache import CACHED_GGUF_FUNCTIONS, SWITCH, cached_gguf_header
+from qcfuse_rag.models.gguf_cache import CACHED_GGUF_FUNCTIONS, SOURCE_FILE, SWITCH, cached_gguf_header
 from qcfuse_rag.models.load import load_model
 from qcfuse_rag.models.weights import gguf_tensors
 from qcfuse_rag.models.weights.formats import weight_format
@@ -306,3 +306,15 @@ def test_loads_at_the_same_time_leave_one_conversion(file: Path, assets: Path) -
     assert (folder / "source.json").is_file()
     for model in loaded:
         assert all(weight.equal(loaded[0].state_dict()[name]) for name, weight in model.state_dict().items())
+
+
+def test_what_a_killed_process_left_is_removed_by_a_later_start(file: Path, assets: Path) -> None:
+    load_model(str(file), device="cpu", dtype="float32")
+    [folder] = [path for path in assets.rglob("*") if (path / SOURCE_FILE).is_file()]
+    old, young = (folder.with_name(f"{folder.name}.{name}.part") for name in ("old", "young"))
+    for part in (old, young):
+        part.mkdir()
+    os.utime(old, (0, 0))
+    (folder / SOURCE_FILE).unlink()
+    load_model(str(file), device="cpu", dtype="float32")
+    assert (old.exists(), young.exists()) == (False, True)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qcfuse_rag.atomic_write import write_atomically
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.retrieval import index as module
 from qcfuse_rag.retrieval.index import METADATA, IndexedPassage, PassageIndex
 
@@ -68,3 +70,18 @@ def test_an_index_of_an_earlier_version_is_read_and_replaced(tmp_path: Path) -> 
     NEW.save(tmp_path)
     assert contents(tmp_path) == ("new", 1.0)
     assert not (tmp_path / "passages.jsonl").exists()
+
+
+def test_a_truncated_file_of_embeddings_says_what_to_do(tmp_path: Path) -> None:
+    index = PassageIndex("e", [IndexedPassage("a", "text")], np.zeros((1, 2), np.float32))
+    index.save(tmp_path)
+    [file] = tmp_path.glob("*.npy")
+    file.write_bytes(b"")
+    with pytest.raises(QCFuseError, match="remove that folder and run `qcfuse warm run`"):
+        PassageIndex.load(tmp_path)
+
+
+def test_text_that_cannot_be_written_leaves_no_part(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(tmp_path / "file", "half of a character: \ud800")
+    assert list(tmp_path.iterdir()) == []

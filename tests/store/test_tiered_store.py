@@ -13,6 +13,9 @@ import torch
 from qcfuse_rag import DiskStore, MemoryStore, TieredStore, open_store
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
+from qcfuse_rag.store.backends.remote import RemoteStore
+from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.chunk import ChunkKV, to_format
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
@@ -462,3 +465,42 @@ def test_a_use_counts_once() -> None:
     store.far.put(KEY, example_chunk())
     store.get(KEY)
     assert sum(stats.hits for stats in store.stats()) == 1
+
+
+def test_uses_of_the_tier_in_memory_count_where_the_disk_evicts(tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as probe:
+        probe.put(KEY, example_chunk())
+        entry_bytes = probe.stats()[0].size_bytes
+        probe.clear()
+    with TieredStore(MemoryStore(), DiskStore(tmp_path, int(2.5 * entry_bytes), eviction="lfu")) as store:
+        put(store, 1, 2)
+        for _ in range(20):
+            store.get(example_key(1))
+        put(store, 3)
+        assert [example_key(number) in store.far for number in (1, 2, 3)] == [True, False, True]
+
+
+def test_what_only_a_nearer_tier_knows_of_an_entry_is_told(tmp_path: Path) -> None:
+    remote = RemoteStore(FsspecBlobs(f"file://{tmp_path}/remote"))
+    with TieredStore(DiskStore(tmp_path / "disk"), remote) as store:
+        put(store, 1)
+        [far], [entry] = remote.entries(), store.entries()
+        assert far.uses is None
+        assert entry.uses is not None
+        assert entry.size_bytes == far.size_bytes
+
+
+def test_a_store_that_cannot_be_cleared_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskStore(tmp_path) as disk:
+        tenant = TenantStore(disk, "ann", bytes(32))
+        tenant.put(KEY, example_chunk())
+        monkeypatch.setattr(disk, "discard", lambda *_: False)
+        with pytest.raises(StoreError, match="1 of 1 entries"):
+            tenant.clear()
+
+
+def test_a_remote_that_cannot_be_used_is_not_remembered(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot use URLs that begin with nosuch"):
+        open_store(tmp_path, remote="nosuch://bucket")
+    with open_store(tmp_path) as store:
+        assert len(store.tiers) == 2

@@ -145,3 +145,11 @@ def test_where_pages_cannot_be_asked_for_they_are_read(store: DiskStore, monkeyp
     file_of(store).unlink()
     with pytest.raises(OSError, match="No such file"):
         found.layer(0)
+
+
+def test_clearing_removes_what_is_in_quarantine(store: DiskStore, folder: Path) -> None:
+    put(store, 0, 1)
+    store.discard(KEY, "looks odd")
+    assert store.clear() == 1
+    assert list((folder / "quarantine").iterdir()) == []
+    assert store.stats()[0].size_bytes == taken(folder) == 0
