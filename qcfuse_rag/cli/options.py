@@ -235,7 +235,9 @@ class ServeOptions(MethodOptions):
     )
     port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 8000
     waiting: Annotated[int, Option(min=1, help="Maximum waiting requests; the server refuses more with 429.")] = 64
-    most_tokens: Annotated[int, Option(min=1, help="Maximum tokens of an answer; chat requests that set no limit get 1,024.")] = 4096
+    most_tokens: Annotated[
+        int, Option(min=1, help="Maximum tokens of an answer; chat requests that set no limit get 1,024.")
+    ] = 4096
     fidelity: FidelityOption = FidelityChoice.FAST
     top_k: Annotated[int, Option(min=0, help="Number of passages to retrieve from the library.")] = 6
     retrieve: Annotated[
