@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import (
@@ -24,6 +23,7 @@ from qcfuse_rag.generation.detokenizer import Detokenizer
 from qcfuse_rag.generation.logprobs import LOWEST, TokenLogprob, content_logprobs, token_bytes, token_logprob
 from tests.support import references
 from tests.support.engines import make_engine, make_warmed_engine
+from tests.support.families import byte_fallback_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 
 FULL = make_method("full")
@@ -116,31 +116,6 @@ def test_impossible_tokens_have_openais_number() -> None:
 
 
 TEXT = "Grün  ist das Boot \u2013 船 🚀, und\nder Kapitän?"
-
-
-def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer like Llama 2's: words with a sign for the space in front, and bytes for what it lacks."""
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abdeimnoprstuß", "\u2581ist", "\u2581d"]
-    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words))}
-    backend = Tokenizer(
-        models.BPE(
-            vocabulary,
-            [("\u2581", "d")],
-            unk_token="<unk>",
-            byte_fallback=True,
-            fuse_unk=True,
-        )
-    )
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 @pytest.mark.parametrize("byte_level", [True, False])

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import METHODS, FusionEngine, make_method
-from qcfuse_rag.monitoring.explain import PassageOrigin, explain_html
+from qcfuse_rag import METHODS, FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag.monitoring.explain import PassageOrigin, explain_html, explain_prefill
 from qcfuse_rag.monitoring.reasons import CHOICES
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from tests.support.engines import make_engine
+from tests.support.families import build_model, byte_fallback_tokenizer
 from tests.support.passages import PASSAGES
 
 WCAG_AA = 4.5
@@ -160,3 +162,17 @@ def test_a_browser_shows_it(engine: FusionEngine, tmp_path: Path) -> None:
         (0x8A, 0x4A, 0x12),
         (0xB3, 0x26, 0x1E),
     } <= colours  # recomputed, its stage, score bar
+
+
+def test_decoders_that_strip_spaces_lose_none_between_outcomes() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    lm = LanguageModel.wrap(build_model("llama"), tokenizer)
+    texts = ["ist da ein rest und ein tier da", "ein rest ist da und ein tier ist da"]
+    engine = make_engine(lm, MemoryStore(), method=make_method("random", ratio=0.4, base=FRAMED))
+    engine.warm(texts)
+    prompt = engine.prompt("ist da ein tier", texts)
+    explanation = explain_prefill(tokenizer, prompt, engine.prefill(prompt).report)
+    shown = ["".join(text for _, text in section["pieces"]).strip() for section in explanation["sections"]]
+    outcomes = [{outcome for outcome, _ in section["pieces"]} for section in explanation["sections"]]
+    assert {"reused", "recomputed"} in outcomes
+    assert all(text in shown for text in texts), shown

@@ -190,3 +190,28 @@ def build_tokenizer(texts: Callable[[], list[str]]) -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer like Llama 2's: words with a sign for the space in front, and bytes for what it lacks."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abdeimnoprstuß", "\u2581ist", "\u2581d"]
+    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words))}
+    backend = Tokenizer(
+        models.BPE(
+            vocabulary,
+            [("\u2581", "d")],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend)

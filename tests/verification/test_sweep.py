@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
@@ -17,9 +18,9 @@ from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.teacher_forcing import greedy_answers
 from qcfuse_rag.monitoring.divergence import AnswerDivergence
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.verification.checks import Comparison, VerifyLimits, answer_checks, fit_cases, passage_cases
-from qcfuse_rag.verification.references import ReferenceAnswers
+from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
+from qcfuse_rag.verification.checks import Case, Comparison, VerifyLimits, answer_checks, fit_cases, passage_cases
+from qcfuse_rag.verification.references import Reference, ReferenceAnswers
 from qcfuse_rag.verification.sweep import VerifySettings, candidates, verify
 from tests.support import seams
 from tests.support.engines import make_engine
@@ -277,3 +278,13 @@ def test_a_task_that_full_prefill_cannot_solve_is_said_to_prove_nothing() -> Non
     hopeless = Comparison(AnswerDivergence((0.0,), (True,)), 0.0, 0.0)
     checks = answer_checks({"needle": [hopeless], "multi-hop": [hopeless]}, VerifyLimits())
     assert "says nothing about the method" in checks[-1].detail
+
+
+def test_methods_over_enriched_caches_are_verified_with_all_passages_as_neighbours(llama: LanguageModel) -> None:
+    method, case = make_method("fusionrag"), Case("Who keeps the paint?", tuple(PASSAGES), 4)
+    engine = make_engine(llama, MemoryStore(), method=method)
+    reference = Reference(case, MemoryStore())
+    ReferenceAnswers(engine, method, lambda: None)._prefill(reference, method)
+    first = engine.prompts.chunk_ids(PASSAGES[0])
+    enriched, framed = (reference.store.get(key) for key in engine.corpus.keys(first, [ENRICHED, FRAMED]))
+    assert not torch.equal(enriched.layer(3)[0], framed.layer(3)[0]), "the first passage has neighbours too"
