@@ -87,7 +87,7 @@ def find_files(paths: Iterable[Path], skip: Sequence[Path] = ()) -> Iterator[Pat
     for path in named:
         if path.is_dir():
             readable = (p for p in path.rglob("*") if p.suffix.lower() in KNOWN_ENDINGS and p.is_file())
-            files = sorted(p for p in readable if _is_inside(p, resolved) and not _is_inside(p, skipped))
+            files = sorted(p for p in readable if _is_inside(p, resolved, skipped))
         elif not path.exists():
             raise QCFuseError(f"there is no file or folder at {path}")
         elif path.suffix.lower() not in KNOWN_ENDINGS:
@@ -110,7 +110,7 @@ def skipped_files(paths: Iterable[Path], skip: Sequence[Path] = ()) -> Iterator[
     for folder in filter(Path.is_dir, named):
         endings = Counter[str]()
         for path in sorted(folder.rglob("*")):
-            if _is_inside(path, skipped):
+            if skipped and _is_inside(path, skipped):
                 continue
             ending = path.suffix.lower()
             outside_file = ending in KNOWN_ENDINGS and path.is_file() and not _is_inside(path, resolved)
@@ -128,10 +128,13 @@ def skipped_files(paths: Iterable[Path], skip: Sequence[Path] = ()) -> Iterator[
             yield _printable(f"{folder} has files that are not text ({kinds}); convert them first")
 
 
-def _is_inside(path: Path, resolved: Iterable[Path]) -> bool:
-    """Return whether a path, with its links followed, is one of the given files or in one of the given folders."""
+def _is_inside(path: Path, resolved: Iterable[Path], skipped: Iterable[Path] = ()) -> bool:
+    """Return whether a path, with its links followed, is one of the given files or in one of the given folders.
+
+    What is in one of the folders `skipped` is not.
+    """
     target = path.resolve()
-    return any(target.is_relative_to(other) for other in resolved)
+    return any(map(target.is_relative_to, resolved)) and not any(map(target.is_relative_to, skipped))
 
 
 def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:

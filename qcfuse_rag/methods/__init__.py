@@ -24,7 +24,7 @@ from qcfuse_rag.methods.random import random
 from qcfuse_rag.methods.relaxkv import relaxkv
 from qcfuse_rag.methods.relaycaching import relaycaching
 from qcfuse_rag.methods.reuse import reuse
-from qcfuse_rag.store.prefill_base import BASES, BLIND, FRAMED
+from qcfuse_rag.store.prefill_base import BASES, BLIND, FRAMED, unknown_base
 
 METHODS: dict[str, Callable[..., Method]] = {
     "auto": auto,
@@ -63,8 +63,8 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
     Raises:
         UnknownMethod: if there is no such method or base, or the method does not take the setting.
     """
-    if base is not None and base not in BASES:
-        raise UnknownMethod(f"there is no base {base!r}; there are {', '.join(BASES)}")
+    if base is not None and (reason := unknown_base([base])):
+        raise UnknownMethod(reason)
     if name is None:
         default = default_method()
         if ratio is None and base is None:

@@ -125,8 +125,9 @@ class GgufConversion:
     def _remove_abandoned_parts(self) -> None:
         """Delete parts that processes left when they were killed; others may be at work on younger ones."""
         for part in self.folder.parent.glob(f"{self.folder.name}.*.part"):
-            if time.time() - part.stat().st_mtime > ABANDONED_S:
-                shutil.rmtree(part, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another process may remove it at the same time
+                if time.time() - part.stat().st_mtime > ABANDONED_S:
+                    shutil.rmtree(part, ignore_errors=True)
 
     def discard(self) -> None:
         """Delete a conversion that is incomplete or unreadable."""

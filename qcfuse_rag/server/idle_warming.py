@@ -96,10 +96,11 @@ class IdleWarming:
                 self._warm(text, source)
                 with self._changed:
                     forgotten, self._warming = self._warming is None, None
-                if forgotten and not self._is_current(text, source):
+                if forgotten and (source == CLIENTS or self._was_removed(text, source)):
                     self._handle.engine.forget(source)
             except Exception as error:
                 LOG.error("a passage of a request is not kept: %s", error)
+                self._warming = None
 
     def _wait_until_idle(self) -> bool:
         """Wait until no request was there for a while; return False if the thread is to end."""
@@ -115,13 +116,13 @@ class IdleWarming:
 
     def _warm(self, text: str, source: str) -> None:
         engine = self._handle.engine
-        if source != CLIENTS and self._library is not None and not self._library.has(text, source):
+        if self._was_removed(text, source):
             return
         if len(text) > LONGEST * engine.prompts.longest_token or len(engine.prompts.chunk_ids(text)) > LONGEST:
             LOG.error("a passage of a request is not kept: it has more than %d tokens", LONGEST)
             return
         self.warmed += engine.warm([text], sources=[source], replace=False).warmed > 0
 
-    def _is_current(self, text: str, source: str) -> bool:
-        """Return whether a document of the library has the passage now."""
-        return source != CLIENTS and self._library is not None and self._library.has(text, source)
+    def _was_removed(self, text: str, source: str) -> bool:
+        """Return whether the passage is of a document of the library that has it no longer."""
+        return self._library is not None and source != CLIENTS and not self._library.has(text, source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -81,3 +82,9 @@ BEGUN = Base("begun", after_prefix=False, dummies=4)
 LegoLink-0 (arXiv 2410.15332). Independent of the prompt's wording."""
 
 BASES = {base.name: base for base in (BLIND, FRAMED, PRIMED, BEGUN, ENRICHED)}
+
+
+def unknown_base(names: Iterable[str]) -> str | None:
+    """Return what is wrong with the first of some names that is no base's; None if all are bases."""
+    unknown = next((name for name in names if name not in BASES), None)
+    return None if unknown is None else f"there is no base {unknown!r}; there are {', '.join(BASES)}"

@@ -9,7 +9,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from qcfuse_rag import FusionEngine, LanguageModel, QCFuseError, SamplingParams, make_method
-from qcfuse_rag.generation.sampling import Sampler
+from qcfuse_rag.generation.sampling import MIN_TEMPERATURE, Sampler
 from tests.support.passages import PASSAGES, QUESTION
 
 
@@ -95,3 +95,5 @@ def test_whole_and_tiny_temperatures_are_temperatures(
 ) -> None:
     token = Sampler(SamplingParams(temperature=temperature, seed=1), llama)(logits)
     assert token == int(logits.argmax()) or temperature == 1
+    usual = Sampler(SamplingParams(temperature=max(float(temperature), MIN_TEMPERATURE), seed=1), llama)
+    assert token == usual(logits)

@@ -34,8 +34,9 @@ def check_paths(options: CorpusOptions, library: Path, *, allow_empty: bool = Fa
     if options.reader != FILES:
         load_reader(options.reader)
         return
+    own = own_folders(library)
     for path in options.paths:
-        if not any(True for _ in find_files([path], own_folders(library))) and not allow_empty:
+        if not any(True for _ in find_files([path], own)) and not allow_empty:
             hint = "; if all were deleted, `warm run --allow-empty` forgets them" if library.is_dir() else ""
             raise QCFuseError(f"there are no text files in {path}{hint}")
 

@@ -11,7 +11,7 @@ from typing import Any
 from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.methods import METHODS, make_method
-from qcfuse_rag.store.prefill_base import BASES
+from qcfuse_rag.store.prefill_base import BASES, unknown_base
 
 FULL, RANDOM = "full", "random"
 
@@ -59,9 +59,8 @@ def configurations(
     every method that takes them and names none; without any, the method's default counts, and for the control `random`
     the bases of the methods that it controls.
     """
-    unknown = [base for base in bases if base not in BASES]
-    if unknown:
-        raise UnknownMethod(f"there is no base {unknown[0]!r}; there are {', '.join(BASES)}")
+    if reason := unknown_base(bases):
+        raise UnknownMethod(reason)
     parsed = [_parse(label) for label in (FULL, *names)]
     parsed.sort(key=lambda method: method[0] == RANDOM)  # its bases follow from those of the other methods
     chosen: dict[Key, Configuration] = {}

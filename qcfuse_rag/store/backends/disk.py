@@ -196,8 +196,7 @@ class DiskStore(KVStore):
         except (StoreError, *INDEX_FAILURES):
             pass  # on a full disk the index cannot be written: remove the files first
         try:
-            for path in list(self.files.quarantined_entries()):
-                self.files.remove_quarantined(path.name)
+            self.files.clear_quarantine()
             count = sum(self.files.remove(address) for address, _ in list(self.files.entries()))
         except OSError as error:
             raise self._unwritable(error) from error

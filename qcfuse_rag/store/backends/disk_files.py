@@ -167,6 +167,11 @@ class StoreFiles:
         for ending in (ENDING, ".json"):
             self._unlink(path.with_suffix(ending))
 
+    def clear_quarantine(self) -> None:
+        """Remove all files from quarantine."""
+        for path in list(self.quarantined_entries()):
+            self.remove_quarantined(path.name)
+
     def remove_temporary(self, name: str) -> bool:
         """Remove a temporary file; return whether there was one.
 

@@ -238,8 +238,7 @@ class DiskQuota:
     def clear_quarantine(self) -> None:
         """Remove all damaged entries."""
         with self.index.transact():
-            for path in list(self._files.quarantined_entries()):
-                self._files.remove_quarantined(path.name)
+            self._files.clear_quarantine()
             for name, _, _, _ in list(self.index.rows(QUARANTINE)):
                 self.index.delete(name)
 

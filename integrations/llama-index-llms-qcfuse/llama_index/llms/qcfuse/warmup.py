@@ -16,7 +16,7 @@ from llama_index.llms.qcfuse.nodes import passage_of, warn_of_windows
 from llama_index.llms.qcfuse.settings import without_class_name
 from qcfuse_rag import WarmSummary
 from qcfuse_rag.integrations import warm_passages, warn_not_stored
-from qcfuse_rag.store.prefill_base import BASES
+from qcfuse_rag.store.prefill_base import BASES, unknown_base
 
 
 class QCFuseWarmup(TransformComponent):
@@ -61,8 +61,8 @@ class QCFuseWarmup(TransformComponent):
     @field_validator("bases")
     @classmethod
     def _known(cls, bases: list[str] | None) -> list[str] | None:
-        if unknown := [name for name in bases or () if name not in BASES]:
-            raise ValueError(f"there is no base {unknown[0]!r}; there are {', '.join(BASES)}")
+        if reason := unknown_base(bases or ()):
+            raise ValueError(reason)
         return bases
 
     _progress: Callable[[int, int], None] | None = PrivateAttr(default=None)
