@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.runtime.kernels.launch import on_device
+from qcfuse_rag.runtime.kernels.launch import dependent_launch, on_device, wait_for_inputs
 
 ELEMENTS, LONG = 4096, 8192
 """Elements of one program, of several rows if they are short, and the channels from which a program has more warps."""
@@ -38,15 +38,25 @@ class Norm:
 
 @triton.jit(do_not_specialize=["n_rows"])
 def normalize(
-    x, weight, out, n_rows, eps, offset, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr
+    x,
+    weight,
+    out,
+    n_rows,
+    eps,
+    offset,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Divide rows by the root of their mean square and multiply them by a weight for each channel."""
     row, dim = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
     inside = (row < n_rows)[:, None] & (dim < DIM)[None, :]
     at = row[:, None] * DIM + dim[None, :]
+    factor = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32) + offset
+    wait_for_inputs(DEPENDENT)
     wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)
-    factor = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32) + offset
     tl.store(out + at, (wide * scale[:, None] * factor[None, :]).to(out.dtype.element_ty), mask=inside)
 
 
@@ -99,8 +109,10 @@ def rotate(
     BLOCK_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Rotate the queries and keys of one row of one request."""
+    wait_for_inputs(DEPENDENT)
     row, request = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     dim = tl.arange(0, BLOCK_HALF)
     at, there = request * angle_request + row * angle_row + dim, dim < HALF
@@ -149,11 +161,12 @@ def activated(gate, GELU: tl.constexpr):
 
 
 @triton.jit
-def gate(gates, values, out, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gate(gates, values, out, n, GELU: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """Multiply values by the activation of gates.
 
     Triton compiles two variants: that `n` is a multiple of 16 lets programs load and store 128 bits at a time.
     """
+    wait_for_inputs(DEPENDENT)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wide = tl.load(gates + at, mask=at < n, other=0.0).to(tl.float32)
     value = tl.load(values + at, mask=at < n, other=0.0).to(tl.float32)
@@ -179,6 +192,7 @@ def normalized(x: Tensor, norm: Norm) -> Tensor:
             BLOCK_DIM=block_dim,
             BLOCK_ROWS=block_rows,
             num_warps=8 if block_dim >= LONG else 4,
+            **dependent_launch(x.device),
         )
     return out
 
@@ -220,6 +234,7 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
             BLOCK_KV_HEADS=triton.next_power_of_2(kv_heads),
             HALF=dim // 2,
             BLOCK_HALF=triton.next_power_of_2(dim // 2),
+            **dependent_launch(query.device),
         )
     return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
 
@@ -231,6 +246,12 @@ def gated(gates: Tensor, values: Tensor, activation: str) -> Tensor:
     block = 1024
     with on_device(gates.device):
         gate[(triton.cdiv(out.numel(), block),)](
-            gates, values, out, out.numel(), GELU=activation == "gelu_tanh", BLOCK=block
+            gates,
+            values,
+            out,
+            out.numel(),
+            GELU=activation == "gelu_tanh",
+            BLOCK=block,
+            **dependent_launch(gates.device),
         )
     return out

@@ -22,9 +22,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qcfuse_rag.runtime.fused_layers.pointwise import activated
-from qcfuse_rag.runtime.kernels.launch import concurrent_programs, holds_large_tile, on_device
+from qcfuse_rag.runtime.kernels.launch import concurrent_programs, dependent_launch, holds_large_tile, on_device
 
 MAX_ROWS = 32
 """Rows that one program multiplies at once."""
@@ -36,6 +37,8 @@ MAX_ELEMENTS = 1 << 31
 DTYPES = (torch.bfloat16, torch.float16)
 COLUMNS, DEPTH, WARPS = 32, 128, 4
 """Columns of a program, channels of a loop iteration, and warps: the fastest of twelve choices for the shapes above."""
+PRELOADED, GATED_PRELOADED = 512, 256
+"""Channels of the weights that a program reads while it waits for its rows: of one weight, and of two."""
 STAGES, GATED_STAGES = 6, 4
 """Iterations whose weights are loaded at once: of one weight, and of two."""
 
@@ -74,6 +77,8 @@ def project(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+    PRELOADED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Multiply rows by some rows of one of three weights; the results of one weight lie behind those of the last."""
     block = tl.program_id(0)
@@ -86,7 +91,13 @@ def project(
             weight, bias, n_columns, begin = third, third_bias, THIRD, FIRST + SECOND
     row, column = tl.arange(0, BLOCK_ROWS), block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    for start in range(0, DIM, BLOCK_DEPTH):
+    if DEPENDENT:  # read weights while the kernel before still computes the rows
+        gdc_launch_dependents()
+        early = tl.arange(0, PRELOADED)
+        weights = load_weights(weight, column, early, n_columns, DIM)
+        gdc_wait()
+        total = tl.dot(load_rows(x, row, early, n_rows, DIM), weights, total)
+    for start in range(PRELOADED if DEPENDENT else 0, DIM, BLOCK_DEPTH):
         channel = start + tl.arange(0, BLOCK_DEPTH)
         rows = load_rows(x, row, channel, n_rows, DIM)
         total = tl.dot(rows, load_weights(weight, column, channel, n_columns, DIM), total)
@@ -111,12 +122,23 @@ def project_gated(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+    PRELOADED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Multiply rows by some rows of two weights, and one product by the activation of the other."""
     row, column = tl.arange(0, BLOCK_ROWS), tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     gate = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     value = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    for start in range(0, DIM, BLOCK_DEPTH):
+    if DEPENDENT:
+        gdc_launch_dependents()
+        early = tl.arange(0, PRELOADED)
+        gate_weights = load_weights(gates, column, early, N_COLUMNS, DIM)
+        value_weights = load_weights(values, column, early, N_COLUMNS, DIM)
+        gdc_wait()
+        early_rows = load_rows(x, row, early, n_rows, DIM)
+        gate = tl.dot(early_rows, gate_weights, gate)
+        value = tl.dot(early_rows, value_weights, value)
+    for start in range(PRELOADED if DEPENDENT else 0, DIM, BLOCK_DEPTH):
         channel = start + tl.arange(0, BLOCK_DEPTH)
         rows = load_rows(x, row, channel, n_rows, DIM)
         gate = tl.dot(rows, load_weights(gates, column, channel, N_COLUMNS, DIM), gate)
@@ -177,8 +199,10 @@ def projected(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | N
             BLOCK_ROWS=_block_rows(n_rows),
             BLOCK_COLUMNS=COLUMNS,
             BLOCK_DEPTH=_depth(programs, x.device),
+            PRELOADED=PRELOADED,
             num_warps=WARPS,
             num_stages=STAGES,
+            **dependent_launch(x.device),
         )
     parts = out.split([n_rows * count for count in columns])
     return [part.view(*x.shape[:-1], count) for part, count in zip(parts, columns, strict=True)]
@@ -212,8 +236,10 @@ def gate_projected(x: Tensor, gates: Tensor, values: Tensor, activation: str) ->
             BLOCK_ROWS=_block_rows(n_rows),
             BLOCK_COLUMNS=COLUMNS,
             BLOCK_DEPTH=DEPTH,
+            PRELOADED=GATED_PRELOADED if n_rows <= MIN_BLOCK_ROWS else DEPTH,
             num_warps=WARPS,
             num_stages=GATED_STAGES,
+            **dependent_launch(x.device),
         )
     return out
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qcfuse_rag.runtime.kernels.launch import wait_for_inputs
+
 TABLE_COLUMNS = tl.constexpr(4)
 """Columns of a KV table: pointers to keys and to values, strides between heads of keys and of values."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -132,11 +134,13 @@ def attend(
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Attend with one block of (row, query head) pairs of one key head of one request, over one part of its keys.
 
     `out` is `[splits, B, R, Hq, Dv]`: the normalised result, or with SPLIT unnormalised float32 sums.
     """
+    wait_for_inputs(DEPENDENT)
     split, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     blocks = tl.cdiv(n_rows * GROUP, BLOCK_ROWS)
     kv_heads = tl.num_programs(0) // blocks

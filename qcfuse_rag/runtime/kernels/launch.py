@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qcfuse_rag.runtime.kernels.limits import DTYPES, MAX_DIM
 from qcfuse_rag.runtime.rows import AttentionParams
+
+DEPENDENT_SINCE = (9, 0)
+"""First compute capability with programmatic dependent launch."""
 
 
 @cache
@@ -26,6 +31,31 @@ def holds_large_tile(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:  # AMD counts its capabilities otherwise
         return False
     return torch.cuda.get_device_capability(device)[0] in LARGE_TILE_CAPABILITIES
+
+
+@cache
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Return the launch options by which a device starts a kernel's programs before the kernel before it has ended.
+
+    This is CUDA's programmatic dependent launch, of NVIDIA GPUs since Hopper. A kernel that is launched with these
+    options must call `wait_for_inputs` in each program. Without it, a device idles for some microseconds between two
+    kernels, which in a decode step are as short.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or triton.knobs.runtime.interpret:
+        return {"DEPENDENT": False}
+    dependent = torch.cuda.get_device_capability(device) >= DEPENDENT_SINCE
+    return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
+
+
+@triton.jit
+def wait_for_inputs(DEPENDENT: tl.constexpr):
+    """Let the next kernel start, and wait until all earlier kernels have ended and their results can be read.
+
+    What a program reads before this call must have been written long before: weights.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -25,6 +25,7 @@ from qcfuse_rag.runtime.kernels.launch import (
     check_operands,
     check_params,
     default_tile,
+    dependent_launch,
     holds_large_tile,
     large_tile_fits,
     min_rows_for_large_tile,
@@ -176,6 +177,7 @@ def launch_attention(
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **dependent_launch(query.device),
         )
         parts.combine(out)
     return out

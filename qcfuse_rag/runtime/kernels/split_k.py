@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.runtime.kernels.launch import block_dim, concurrent_programs
+from qcfuse_rag.runtime.kernels.launch import block_dim, concurrent_programs, dependent_launch, wait_for_inputs
 
 KEYS_PER_SPLIT = 256
 """Fewest keys that are worth a program."""
@@ -61,8 +61,10 @@ def combine(
     BLOCK_VALUE: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Combine the parts of some (row, head) pairs, all loaded at once: one load takes as long as all of them."""
+    wait_for_inputs(DEPENDENT)
     pair = tl.program_id(0).to(tl.int64) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
     split, dim = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_VALUE)
     active, inside = pair < n_pairs, (dim < VALUE_DIM)[None, :]
@@ -132,4 +134,5 @@ class PartialResults:
                 BLOCK_SPLITS=block_splits,
                 BLOCK_PAIRS=block_pairs,
                 num_warps=4 if block_splits <= FEW_SPLITS else 8,
+                **dependent_launch(out.device),
             )

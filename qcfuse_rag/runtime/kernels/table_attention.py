@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.attend import TABLE_COLUMNS
-from qcfuse_rag.runtime.kernels.launch import Tile, block_dim, on_device, triton_type
+from qcfuse_rag.runtime.kernels.launch import Tile, block_dim, dependent_launch, on_device, triton_type, wait_for_inputs
 from qcfuse_rag.runtime.kernels.sparse_attention import TableKV, launch_attention, sparse_attention_reference
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.rows import AttentionParams
@@ -44,8 +44,10 @@ def append(
     BLOCK_ROWS: tl.constexpr,
     KV_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Write the fresh keys and values of one head, for a block of rows of one request."""
+    wait_for_inputs(DEPENDENT)
     blocks = tl.cdiv(n_rows, BLOCK_ROWS)
     request, head = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
@@ -102,6 +104,7 @@ def append_rows(key: Tensor, value: Tensor, table: KVTable, layer: int, rows: Te
             BLOCK_ROWS=block_rows,
             KV_DTYPE=triton_type(key.dtype),
             ALIGNED=table.aligned,
+            **dependent_launch(key.device),
         )
 
 

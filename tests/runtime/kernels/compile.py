@@ -41,7 +41,7 @@ from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.quantization import LOSSLESS, quantize
 
-FP8_SINCE, LARGE_TILE_ARCHITECTURES = 89, (90, 100)
+FP8_SINCE, DEPENDENT_SINCE, LARGE_TILE_ARCHITECTURES = 89, 90, (90, 100)
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ARCHITECTURES = (80, 89, 90, 100)
@@ -151,6 +151,8 @@ def main() -> None:
 
     def compiling(kernel: JITFunction[Any], grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
+            if "DEPENDENT" in options and driver.active.get_current_device() >= DEPENDENT_SINCE:
+                options |= {"DEPENDENT": True, "launch_pdl": True}
             made = kernel.run(*args, grid=grid, warmup=True, **options)
             compiled.setdefault(made.hash, (kernel.__name__, made))
 
