@@ -198,6 +198,11 @@ def loading(check: Check) -> dict[str, Any]:
         prompts = [random_prompt(lm, context, chunk, generator) for context in contexts]
         for prompt in prompts:
             fill(lm, [tier.store for tier in tiers], prompt, [method])
+        full = make_method("full")
+        full_s = {
+            len(prompt): min(prefill(check.runner, prompt, full).report.timings.ttft_s for _ in range(2))
+            for prompt in prompts
+        }
         for tier in tiers:
             here = check.runner_over(tier.store)
             costs = here.costs()
@@ -210,6 +215,7 @@ def loading(check: Check) -> dict[str, Any]:
                 taken = median(prefill(here, prompt, method.unguarded).report.timings.ttft_s for _ in range(3))
                 found[name][f"{len(prompt):,} tokens"] = {
                     "full, predicted s": costs.full_pass_s(len(prompt)),
+                    "full, s": full_s[len(prompt)],
                     "fused, predicted s": predict_fused_s(estimate, costs),
                     "fused, s": taken,
                     "guard": BreakEven().refusal(estimate, costs) or "fuses",
