@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -335,7 +336,16 @@ def test_loading_is_timed_from_disk_and_from_memory(
         own = kind.open
         monkeypatch.setattr(kind, "open", lambda store, at, own=own: (opened.append(store.kind), own(store, at))[1])
     copy_of = MemoryStore.copy_of
-    monkeypatch.setattr(MemoryStore, "copy_of", lambda store, chunk: (copied.append(chunk), copy_of(store, chunk))[1])
+    copies = list[weakref.ref[object]]()
+
+    def watched_copy(store: MemoryStore, chunk: ChunkKV) -> ChunkKV:
+        copied.append(chunk)
+        assert all(copy() is not None for copy in copies), "memory that a copy has left would be page-locked already"
+        copy = copy_of(store, chunk)
+        copies.append(weakref.ref(copy.blocks))
+        return copy
+
+    monkeypatch.setattr(MemoryStore, "copy_of", watched_copy)
     with DiskStore(tmp_path) as far:
         make_engine(llama, far).warm(PASSAGES, bases=(FRAMED,))
         alone = measure_loading(llama, far, TransferOpener(llama))
@@ -343,13 +353,14 @@ def test_loading_is_timed_from_disk_and_from_memory(
         assert alone.far_s == alone.near_s > 0
         store = TieredStore(MemoryStore(), far)
         for _ in range(2):
-            opened.clear(), copied.clear()
+            opened.clear(), copied.clear(), copies.clear()
             found = measure_loading(llama, store, TransferOpener(llama))
             assert found is not None
             assert found.far_s > found.near_s > 0
             assert set(opened) == {far.kind}
             assert len(copied) == len(PASSAGES)
-            assert store.near.stats()[0].entries == 0, "copies are dropped"
+            assert store.near.stats()[0].entries == 0
+            assert [copy() for copy in copies] == [None] * len(PASSAGES), "copies are dropped"
 
 
 def test_passages_on_disk_are_copied_to_memory_where_fusing_pays_only_from_there(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,10 +159,7 @@ def test_recorders_do_not_share_a_stream(device: Device, monkeypatch: pytest.Mon
 def test_page_locked_chunks_are_sent_by_few_copies(
     numbers: str, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One allocation for each chunk, and one copy for each chunk and each of four groups of its layers.
-
-    The thread that computes sends them: another thread would take Python's lock for longer.
-    """
+    """One allocation for each chunk, and one copy for each chunk and each of four groups of its layers."""
     pinned, pin = list[Tensor](), device.pin
     monkeypatch.setattr(device, "pin", lambda tensor: pinned.append(tensor) or pin(tensor))
     n_chunks, n_layers, n_tokens, shape = 5, 36, 2, KVShape(1, 16, 16)
@@ -185,7 +181,6 @@ def test_page_locked_chunks_are_sent_by_few_copies(
         return buffer
 
     expected, link = loaded(torch.device("cpu"), None), HostToDevice(TransferLink(gpu))
-    monkeypatch.setattr(threading, "Thread", None)
     copies, launches = device.launched["aten::copy_"], device.launched["place"]
     found = loaded(gpu, link)
     assert device.launched["aten::copy_"] - copies == 4 * n_chunks

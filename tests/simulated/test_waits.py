@@ -60,27 +60,33 @@ def test_transferred_data_on_the_device_stays_within_its_limit(
     expected = cpu.prefill(prompt, method=chosen)
     limit = 2 * expected.report.bytes_loaded // 6
     in_flight, most, send, release = 0, 0, HostToDevice.send_spans, LayerLoader._release_placed
+    lock, more_than_limit = threading.Lock(), threading.Event()
 
     def counted(transfer: HostToDevice, spans: Sequence[Tensor]) -> tuple[TransferHandle, list[int]]:
         nonlocal in_flight, most
         handle, addresses = send(transfer, spans)
-        in_flight += handle.nbytes
-        most = max(most, in_flight)
+        with lock:
+            in_flight += handle.nbytes
+            most = max(most, in_flight)
+        if most > limit:
+            more_than_limit.set()
         return handle, addresses
 
     def counted_release(loader: LayerLoader) -> None:
         nonlocal in_flight
+        more_than_limit.wait(timeout=10)  # so that the limit is reached
         before = list(loader._placing)
-        release(loader)
-        for nbytes, placed in before[: len(before) - len(loader._placing)]:
-            assert all(map(device.host.clock.knows, placed.clock.values())), "released before it was placed"
-            in_flight -= nbytes
+        with lock:
+            release(loader)
+            for nbytes, placed in before[: len(before) - len(loader._placing)]:
+                assert all(map(device.host.clock.knows, placed.clock.values())), "released before it was placed"
+                in_flight -= nbytes
 
     seams.bytes_ahead(monkeypatch, limit)
     monkeypatch.setattr(HostToDevice, "send_spans", counted)
     monkeypatch.setattr(LayerLoader, "_release_placed", counted_release)
     assert_same(gpu.prefill(prompt, method=chosen), expected)
-    assert limit < most <= limit + limit // 2, "one layer more: it is sent before the host waits"
+    assert limit < most <= limit + limit // 2, "one layer more: it is sent before the thread waits"
 
 
 def test_waits_of_the_device_count_neither_as_probing_nor_as_recomputing(

@@ -2,9 +2,6 @@
 
 A pass needs the first layer first, so reading goes on while it computes (CacheBlend, arXiv 2405.16444, section 5). A
 request waits only for the first layer, and for later ones if its store is slower than its model.
-
-Chunks that need no reading, because they are in page-locked memory or on the device, are sent by the thread that
-computes: to start another thread takes the host some milliseconds, since both want Python's lock.
 """
 
 from __future__ import annotations
@@ -44,8 +41,8 @@ ReadLayers = list[SentLayers]
 class LayerLoader:
     """Loads one request's chunks into its buffer while a pass runs over the buffer.
 
-    Chunks in page-locked memory are sent by several layers at once, the first layer alone; see `slab_source`. If there
-    are others, all are read and sent layer by layer by a thread; see `block_source`.
+    Chunks in page-locked memory are sent by several layers at once, the first layer alone; see `slab_source`. Others
+    are sent layer by layer; see `block_source`.
 
     The thread that computes calls `wait` and `stop`.
 
@@ -81,18 +78,13 @@ class LayerLoader:
         self._places_several_layers = all(source.joins_layers for source in self._sources)
         self._layers: queue.SimpleQueue[LateMissError | ReadLayers] = queue.SimpleQueue()
         self._peeked: LateMissError | ReadLayers | None = None
-        self._n_read = self._n_placed = 0
-        self._next_count = 1
-        self._ahead_bytes = 0
+        self._n_placed = 0
         self._placing: deque[tuple[int, torch.cuda.Event]] = deque()
         self._released: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._stopped = False
         self.waits: list[WaitInterval] = []
         self.nbytes = 0
-        if self._sends_several_layers:
-            self._send_some()
-        else:
-            threading.Thread(target=self._read_all, name="qcfuse-loading", daemon=True).start()
+        threading.Thread(target=self._read, name="qcfuse-loading", daemon=True).start()
 
     def wait(self, layer: int | None = None) -> None:
         """Wait until all chunks are placed in a layer and in those before it; None waits for all layers.
@@ -103,8 +95,6 @@ class LayerLoader:
         last = self._n_layers - 1 if layer is None else layer
         while True:
             self._release_placed()  # before every wait, because the reading thread may be waiting for released bytes
-            if self._sends_several_layers:
-                self._send_some()
             if self._n_placed > last:
                 return
             began = DeviceTimestamp.on(self._device)
@@ -189,48 +179,32 @@ class LayerLoader:
             self._placing.popleft()
             self._released.put(nbytes)
 
-    def _read_all(self) -> None:
-        """Read all blocks in the order in which passes need them; this is the thread's function."""
-        with torch.inference_mode():
-            while self._n_read < self._n_layers and not self._stopped and self._read_next():
-                while self._ahead_bytes > AHEAD_BYTES and not self._stopped:
-                    self._ahead_bytes -= self._released.get()
+    def _read(self) -> None:
+        """Read all blocks in the order in which passes need them; this is the thread's function.
 
-    def _send_some(self) -> None:
-        """Keep two transfers sent that are not placed, in the thread that computes, where the device has memory."""
-        while self._n_read < self._n_layers and not self._stopped:
-            with suppress(queue.Empty):
-                while True:
-                    self._ahead_bytes -= self._released.get_nowait()
-            n_sent = self._layers.qsize() + (self._peeked is not None)
-            if n_sent == 2 or (n_sent and self._ahead_bytes > AHEAD_BYTES):
-                return
-            if self._ahead_bytes > AHEAD_BYTES:  # all that was sent is being placed
-                self._placing[0][1].synchronize()
-                self._release_placed()
-            elif not self._read_next():
-                return
-
-    def _read_next(self) -> bool:
-        """Read and start to send the next layers; return False after an error, which is queued as a `LateMissError`.
-
-        It is that of the chunk being read if it is known, else of all.
+        An error ends the thread and is queued as a `LateMissError`, of the chunk being read if it is known, else of
+        all.
         """
-        layers = range(self._n_read, min(self._n_read + self._next_count, self._n_layers))
+        ahead, first, count = 0, 0, 1
         try:
-            read = [source.read(layers) for source in self._sources]
+            with torch.inference_mode():
+                while first < self._n_layers and not self._stopped:
+                    layers = range(first, min(first + count, self._n_layers))
+                    read = [source.read(layers) for source in self._sources]
+                    self._layers.put(read)
+                    sent = sum(handle.nbytes for _, handle in read if handle is not None)
+                    ahead += sent
+                    while ahead > AHEAD_BYTES and not self._stopped:
+                        ahead -= self._released.get()
+                    first, count = layers.stop, self._next_count(len(layers), sent)
         except LateMissError as late:
             self._layers.put(late)
-            return False
         except Exception as error:  # a pass may be waiting, whatever the error is
             starts = [start for source in self._sources for start in source.starts]
             self._layers.put(LateMissError(dict.fromkeys(starts, Miss(f"cannot be read: {error}"))))
-            return False
-        self._layers.put(read)
-        sent = sum(handle.nbytes for _, handle in read if handle is not None)
-        self._ahead_bytes += sent
-        self._n_read = layers.stop
-        if self._sends_several_layers:
-            most = AHEAD_BYTES // 2 * len(layers) // max(1, sent)
-            self._next_count = max(1, min(GROWTH * len(layers), most))
-        return True
+
+    def _next_count(self, count: int, nbytes: int) -> int:
+        """Return how many layers to send at once after so many layers of so many bytes."""
+        if not self._sends_several_layers:
+            return 1
+        return max(1, min(GROWTH * count, AHEAD_BYTES // 2 * count // max(1, nbytes)))

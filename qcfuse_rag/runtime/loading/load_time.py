@@ -47,9 +47,9 @@ def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener
     """Return the median times of loading a token; None if no passage can be read.
 
     Passages are loaded as a request loads them, some at a time. If there is a tier in memory, they are copied as it
-    copies them, and then loaded; the copies are dropped afterwards. They come from the farthest tier on this machine. A
-    remote is not asked for its entries, so a token that only a remote has counts as one of that tier. An error of the
-    store is no error here.
+    copies them, each into new memory, and then loaded; the copies are dropped at the end. They come from the farthest
+    tier on this machine. A remote is not asked for its entries, so a token that only a remote has counts as one of that
+    tier. An error of the store is no error here.
 
     Args:
         lm: the model.
@@ -62,7 +62,8 @@ def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener
         chunks = _stored_chunks(lm, _farthest_tier(store), store.prefix)
         size = max(1, len(chunks) // LOADS)
         loads = [chunks[start : start + size] for start in range(0, len(chunks), size)][:LOADS]
-        times = [found for load in loads if (found := _load_once(lm, load, transfers.open(), memory)) is not None]
+        held: list[ChunkKV] = []
+        times = [found for load in loads if (found := _load_once(lm, load, transfers.open(), memory, held))]
     except (QCFuseError, RuntimeError, KeyError, ValueError, *INDEX_FAILURES):
         return None
     if not times:
@@ -95,12 +96,17 @@ def _stored_chunks(lm: LanguageModel, store: KVStore, prefix: str) -> list[Chunk
 
 
 def _load_once(
-    lm: LanguageModel, chunks: Sequence[ChunkKV], transfer: HostToDevice | None, memory: MemoryStore | None
+    lm: LanguageModel,
+    chunks: Sequence[ChunkKV],
+    transfer: HostToDevice | None,
+    memory: MemoryStore | None,
+    held: list[ChunkKV],
 ) -> LoadTimes | None:
     """Return the seconds per token of loading passages one behind the other; None if none can be read.
 
     Each is read once: what the operating system has cached is read as fast as it will be the next time. Those that
-    cannot be read are left out, and the others loaded again.
+    cannot be read are left out, and the others loaded again. `held` takes the copies in memory: to page-lock new memory
+    takes longer than to fill it, and a passage that a request copies there needs new memory.
     """
     ends = list(accumulate(chunk.n_tokens for chunk in chunks))
     starts = [0, *ends[:-1]]
@@ -113,9 +119,10 @@ def _load_once(
             try:
                 near[place] = memory.copy_of(chunk)
             except torch.OutOfMemoryError:
-                return  # the others are loaded from where they are
+                break  # the others are loaded from where they are
             except (CorruptEntry, OSError, ValueError) as error:
                 raise LateMissError({start: Miss(str(error))}) from error
+        held.extend(near)
 
     def load() -> None:
         loading = [LoadingChunk(start, chunk) for start, chunk in zip(starts, near, strict=True)]
@@ -130,5 +137,5 @@ def _load_once(
         load_s = timed(lm.device, load)
     except LateMissError as late:
         readable = [chunk for start, chunk in zip(starts, chunks, strict=True) if start not in late.misses]
-        return _load_once(lm, readable, transfer, memory) if readable else None
+        return _load_once(lm, readable, transfer, memory, held) if readable else None
     return LoadTimes((copy_s + load_s) / ends[-1], load_s / ends[-1])
