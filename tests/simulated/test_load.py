@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,26 @@ def test_page_locked_chunks_are_sent_by_few_copies(
     assert device.launched["place"] - launches <= 4 * (1 if numbers == "model" else 2)
     for side, own in ((found.keys, expected.keys), (found.values, expected.values)):
         assert all(torch.allclose(layer.cpu(), same, atol=1e-6) for layer, same in zip(side, own, strict=True))
+
+
+def test_chunks_on_the_device_are_placed_without_a_thread(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing to wait for, and a thread would take Python's lock."""
+    gpu, shape, n_layers, store = torch.device("cuda", 0), KVShape(1, 16, 16), 36, MemoryStore(device="cuda:0")
+    tensors = [torch.randn(1, 2, 16) for _ in range(2 * n_layers)]
+    ranking = torch.arange(2).expand(n_layers, -1)
+    store.put(example_key(), ChunkKV.of(tensors[::2], tensors[1::2], ranking, probe_layers=(17,)))
+    chunk = store.get(example_key())
+    assert isinstance(chunk, ChunkKV)
+    buffer = KVBuffer.allocate([shape] * n_layers, 2, dtype=torch.float32, device=gpu)
+    transfer, ropes = HostToDevice(TransferLink(gpu)), [LayerRope(torch.zeros(8))] * n_layers
+    monkeypatch.setattr(threading, "Thread", None)
+    copies = device.launched["aten::copy_"]
+    loader = LayerLoader(buffer, ropes, [LoadingChunk(0, chunk)], transfer=transfer, wait_budget=WaitBudget(None))
+    loader.wait(0)
+    loader.wait()
+    assert device.launched["aten::copy_"] == copies
+    for side, own in ((buffer.keys, tensors[::2]), (buffer.values, tensors[1::2])):
+        assert all(torch.allclose(layer[0].cpu(), same) for layer, same in zip(side, own, strict=True))
 
 
 def test_memory_tiers_of_an_engine_on_a_gpu_are_page_locked(

@@ -30,6 +30,8 @@ class BlockSource:
         transfer: copies the blocks to the buffer's device; None if placement does so.
     """
 
+    needs_thread = True
+
     def __init__(
         self,
         buffer: KVBuffer,

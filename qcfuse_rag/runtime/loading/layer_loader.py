@@ -42,7 +42,7 @@ class LayerLoader:
     """Loads one request's chunks into its buffer while a pass runs over the buffer.
 
     Chunks in page-locked memory are sent by several layers at once, the first layer alone; see `slab_source`. Others
-    are sent layer by layer; see `block_source`.
+    are sent layer by layer; see `block_source`. Chunks that are all on the device need neither a transfer nor a thread.
 
     The thread that computes calls `wait` and `stop`.
 
@@ -84,7 +84,10 @@ class LayerLoader:
         self._stopped = False
         self.waits: list[WaitInterval] = []
         self.nbytes = 0
-        threading.Thread(target=self._read, name="qcfuse-loading", daemon=True).start()
+        if any(source.needs_thread for source in self._sources):
+            threading.Thread(target=self._read, name="qcfuse-loading", daemon=True).start()
+        else:
+            self._read()
 
     def wait(self, layer: int | None = None) -> None:
         """Wait until all chunks are placed in a layer and in those before it; None waits for all layers.
@@ -180,7 +183,7 @@ class LayerLoader:
             self._released.put(nbytes)
 
     def _read(self) -> None:
-        """Read all blocks in the order in which passes need them; this is the thread's function.
+        """Read all blocks in the order in which passes need them; this is the thread's function, if there is a thread.
 
         An error ends the thread and is queued as a `LateMissError`, of the chunk being read if it is known, else of
         all.

@@ -49,13 +49,13 @@ class SlabSource:
         self._layouts: list[SlabLayout] = [layout for _, layout in slabs]
         self._forms = self._layouts[0].forms
         self._entries = self._all_entries(buffer, chunks)
-        self._on_device = self._memories[0].device == transfer.device
+        self.needs_thread = self._memories[0].device != transfer.device
         self._bases: dict[int, NDArray[np.int64]] = {}  # of each chunk's allocation, by the first layer that was sent
         self._angles: AngleTables = {}
 
     def read(self, layers: range) -> SentLayers:
         """Start to send some layers."""
-        if self._on_device:
+        if not self.needs_thread:
             self._bases[layers.start] = np.array([memory.data_ptr() for memory in self._memories])
             return layers, None
         bounds = [(layout.bounds[layers.start], layout.bounds[layers.stop]) for layout in self._layouts]

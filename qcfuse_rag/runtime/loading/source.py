@@ -43,6 +43,10 @@ class LayerSource(Protocol):
         """Positions of the chunks."""
 
     @property
+    def needs_thread(self) -> bool:
+        """Whether reading takes time, so that a thread reads while a pass computes."""
+
+    @property
     def joins_layers(self) -> bool:
         """Whether several layers may be placed by the same launch."""
 
