@@ -25,20 +25,25 @@ SAVED_NUMBERS = (
     "row_s",
     "load_s",
     "near_load_s",
+    "recorded_pass_s",
     "recorded_row_s",
     "attended_key_s",
     "sparse_attended_key_s",
 )
 SAVED_FLAGS = ("launches_overlap", "loading_overlaps")
+TIMED_ROWS = 512
+"""Rows of recorded passes up to which reading weights takes about as long as computing; each costs less than later
+rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Costs in seconds that predict a prefill.
 
-    The rows of a whole prompt of `T` tokens take `T row_s + T² / 2 attended_key_s`. `R` of its rows that see `K` keys
-    each take `R row_s + R K sparse_attended_key_s`. A pass takes `pass_s` more, or at least `pass_s` if
-    `launches_overlap`. A recorded pass takes `recorded_pass_s + R recorded_row_s + R K sparse_attended_key_s`.
+    The rows of a whole prompt of `T` tokens take `T row_s + T² / 2 attended_key_s` together. `R` rows of a prompt,
+    which see `K` keys each, take `R row_s + R K sparse_attended_key_s` together. A pass takes `pass_s` more, or at
+    least `pass_s` if `launches_overlap`. A recorded pass takes `recorded_pass_s + R recorded_row_s + R K
+    sparse_attended_key_s`, and of its rows those beyond `TIMED_ROWS` cost `row_s` each.
 
     Attributes:
         pass_s: the fixed cost of a pass.
@@ -46,8 +51,8 @@ class Costs:
         load_s: the cost of loading a token from the store, by the path that requests take.
         near_load_s: the same of a token that the nearest tier has; None if it is `load_s`.
         launches_overlap: whether a pass's fixed cost is launching kernels, beside which rows are computed: on a GPU.
-        recorded_pass_s: the fixed cost of a pass over some rows of a prompt if such passes are recorded as CUDA
-            graphs; else None.
+        recorded_rows: most rows of a pass that is recorded as CUDA graphs; 0 without recordings.
+        recorded_pass_s: the fixed cost of such a pass.
         recorded_row_s: the cost of each row of such a pass.
         attended_key_s: the cost of each key that a row of a whole prompt attends to. It is measured on GPUs only: on a
             CPU a pass that is long enough takes many seconds. There full prefill of a long prompt takes longer than
@@ -63,7 +68,8 @@ class Costs:
     load_s: float = 0.0
     near_load_s: float | None = None
     launches_overlap: bool = False
-    recorded_pass_s: float | None = None
+    recorded_rows: int = 0
+    recorded_pass_s: float = 0.0
     recorded_row_s: float = 0.0
     attended_key_s: float = 0.0
     sparse_attended_key_s: float = 0.0
@@ -89,9 +95,10 @@ class Costs:
         if not rows:
             return 0.0
         keys_s = rows * keys * self.sparse_attended_key_s
-        if self.recorded_pass_s is None:
+        if rows > self.recorded_rows:
             return share * self._launched_s(rows * self.row_s + keys_s)
-        return share * (self.recorded_pass_s + rows * self.recorded_row_s + keys_s)
+        few = min(rows, TIMED_ROWS)
+        return share * (self.recorded_pass_s + few * self.recorded_row_s + (rows - few) * self.row_s + keys_s)
 
     def fused_s(
         self,
@@ -161,10 +168,9 @@ def read_costs(path: Path) -> Costs | None:
     """Read a file of `save_costs`; None if it does not exist, is damaged, or lacks a cost."""
     try:
         data = json.loads(read_text(path))
-        recorded_pass_s = data["recorded_pass_s"]
         values: dict[str, Any] = {name: float(data[name]) for name in SAVED_NUMBERS}
         values |= {name: bool(data[name]) for name in SAVED_FLAGS}
-        return Costs(**values, recorded_pass_s=None if recorded_pass_s is None else float(recorded_pass_s))
+        return Costs(**values, recorded_rows=int(data["recorded_rows"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 

@@ -6,10 +6,11 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from qcfuse_rag.runtime.costs import Costs, costs_path, read_costs, save_costs
+from qcfuse_rag.runtime.costs import TIMED_ROWS, Costs, costs_path, read_costs, save_costs
 from qcfuse_rag.runtime.device import fastest_s, finish
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
@@ -20,15 +21,18 @@ from qcfuse_rag.runtime.loading.wait_budget import call_with_timeout
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.backends.base import KVStore
 
-SIZES = {"cpu": (16, 16, 128), "cuda": (16, 1024, 4096, 8192)}
-"""Rows of the timed passes, by device: a small pass, which mostly launches kernels and reads weights, and passes that
-show the cost of more rows and, on a GPU, of the keys that those rows see. On a GPU, rows behind as many keys as the
-second size are timed too."""
-PARTIAL_ROWS = 512
-"""Rows that are timed on a GPU behind few keys and behind many."""
+CPU_ROWS = (16, 128)
+"""Rows of the timed passes on a CPU; their difference is the cost of more rows."""
+GPU_ROWS = (16, 4096, 8192)
+"""Rows of the timed passes on a GPU: the first takes as long as launching it, the others show the cost of rows and of
+the keys that those see."""
+GPU_KEYS = (1024, 8192)
+"""Keys behind which some rows are timed on a GPU."""
+APART = 1.5
+"""Sizes that differ by less show no difference but noise."""
 SAMPLES = 3
 """Timed passes of each size; the fastest counts, because other work disturbs it least."""
-LAUNCH_BOUND = 1.25
+LAUNCH_BOUND = 1.05
 """A pass on a GPU that takes at most so many times as long as one of few rows may wait for the host."""
 
 
@@ -101,41 +105,57 @@ def measure_passes(lm: LanguageModel, passes: PrefillRunner) -> Costs:
         lm: the model.
         passes: runs the model's passes; recorded ones are timed too.
     """
-    sizes = [min(size, lm.context_window.tokens) for size in SIZES.get(lm.device.type, SIZES["cpu"])]
-    prefill_once(lm, sizes[0])  # a process's first pass pays for one-time setup
-
-    def seconds(size: int) -> float:
-        return fastest_s(lm.device, partial(prefill_once, lm, size), SAMPLES)
-
-    small, medium, *longer = sizes
-    times_s = {small: seconds(small)}
-    if len(longer) == 1:  # a CPU
-        times_s |= {size: seconds(size) for size in {medium, *longer}}
-        medium_s, large_s, more = times_s[medium], times_s[longer[0]], longer[0] - medium
-        row_s = max(large_s - medium_s, 1e-9) / max(1, more)
-        costs = Costs(max(0.0, times_s[small] - small * row_s), row_s)
-    else:
-        for size in longer:
-            with suppress(torch.OutOfMemoryError):
-                times_s[size] = seconds(size)
-        row_s, attended_key_s = _row_costs(times_s)
-        costs = Costs(times_s[small], row_s, launches_overlap=True, attended_key_s=attended_key_s)
-    return _PartialPrefill(lm, passes).measure(costs, small, medium, sizes[-1])
+    prefill_once(lm, min(CPU_ROWS[0], lm.context_window.tokens))  # a process's first pass pays for one-time setup
+    costs = _gpu_costs(lm) if launches_overlap(lm) else _cpu_costs(lm)
+    return PartialPrefill(lm, passes).measure(costs)
 
 
-def _row_costs(times_s: dict[int, float]) -> tuple[float, float]:
-    """Return the seconds of a row and of each key that it attends to, from the times of whole prompts on a GPU.
+def launches_overlap(lm: LanguageModel) -> bool:
+    """Return whether the host launches a pass while the device computes it."""
+    return lm.device.type == "cuda"
 
-    The first time is that of launching a pass. Prompts that take hardly longer tell nothing of rows.
+
+def _seconds(lm: LanguageModel, size: int, samples: int = SAMPLES) -> float:
+    return fastest_s(lm.device, partial(prefill_once, lm, size), samples)
+
+
+def _cpu_costs(lm: LanguageModel) -> Costs:
+    few, many = (min(size, lm.context_window.tokens) for size in CPU_ROWS)
+    few_s = _seconds(lm, few)
+    row_s = max(_seconds(lm, many) - few_s, 1e-9) / max(1, many - few)
+    return Costs(max(0.0, few_s - few * row_s), row_s)
+
+
+def _gpu_costs(lm: LanguageModel) -> Costs:
+    few, *longer = (min(size, lm.context_window.tokens) for size in GPU_ROWS)
+    launch_s, times_s = _seconds(lm, few, 2 * SAMPLES), dict[int, float]()
+    for size in longer:
+        with suppress(torch.OutOfMemoryError):
+            times_s[size] = _seconds(lm, size)
+    row_s, attended_key_s = _row_costs(launch_s, times_s)
+    return Costs(
+        launch_s,
+        row_s,
+        launches_overlap=True,
+        attended_key_s=attended_key_s,
+        sparse_attended_key_s=attended_key_s,
+    )
+
+
+def _row_costs(launch_s: float, times_s: dict[int, float]) -> tuple[float, float]:
+    """Return the seconds of a row and of each key that it attends to on a GPU.
+
+    Args:
+        launch_s: seconds of launching a pass.
+        times_s: seconds of whole prompts, by their tokens. Those that take hardly longer than launching tell nothing.
     """
-    (small, launch_s), *longer = sorted(times_s.items())
-    by_device = [(size, time_s) for size, time_s in longer if time_s > LAUNCH_BOUND * launch_s]
+    by_device = sorted((size, time_s) for size, time_s in times_s.items() if time_s > LAUNCH_BOUND * launch_s)
     if not by_device:
-        size, time_s = longer[-1] if longer else (small, launch_s)
-        return max(0.0, time_s - launch_s) / size, 0.0
+        size = max(times_s, default=1)
+        return max(0.0, times_s.get(size, launch_s) - launch_s) / size, 0.0
     (size, time_s), (longest, longest_s) = by_device[0], by_device[-1]
     row_s, attended_key_s = time_s / size, 0.0
-    if longest > size:  # `b T + c T² / 2` through two lengths; a row takes at least half of what it takes in the first
+    if longest >= APART * size:  # `b T + c T² / 2` through two lengths; the keys take at most half of the shorter time
         attended_key_s = min(max(0.0, 2 * (longest_s / longest - row_s) / (longest - size)), row_s / size)
     return row_s - attended_key_s * size / 2, attended_key_s
 
@@ -148,40 +168,41 @@ def prefill_once(lm: LanguageModel, tokens: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _PartialPrefill:
+class PartialPrefill:
     """A pass over arbitrary tokens at the end of a prompt whose beginning is in the buffer already."""
 
     lm: LanguageModel
     passes: PrefillRunner
 
-    def measure(self, costs: Costs, small: int, few: int, many: int) -> Costs:
-        """Add what passes over some rows cost on a GPU, and recorded passes everywhere.
-
-        Args:
-            costs: those of whole prompts.
-            small: a small number of rows.
-            few: a number of keys to time more rows behind.
-            many: a larger number of keys.
-        """
-        rows, replayed = min(PARTIAL_ROWS, few // 2), self.passes.replayed
-        small_s = self.seconds(small, small + 1) if self.passes.refusal is None else 0.0
-        if self.passes.replayed > replayed:  # otherwise other requests used the recorded passes all the time
-            costs = _with_recorded(costs, small, small_s, costs.row_s)
-        if not costs.launches_overlap:
+    def measure(self, costs: Costs) -> Costs:
+        """Add what recorded passes cost, if there are any and no other request uses them meanwhile."""
+        few, most = CPU_ROWS[0], self.passes.most_rows
+        if most < few:
             return costs
-        replayed = self.passes.replayed
+        few_s, n_replayed = self._replayed_seconds(few, few + 1)
+        if not n_replayed:
+            return costs
+        costs = replace(costs, recorded_rows=most, **_recorded(few, few_s, costs.row_s))
+        near, far = (min(size, self.lm.context_window.tokens) for size in GPU_KEYS)
+        rows = min(TIMED_ROWS, most, near // 2)
+        if not costs.launches_overlap or rows < APART * few or far < APART * near:
+            return costs
         try:
-            few_s, many_s = self.seconds(rows, few), self.seconds(rows, many)
+            (near_s, near_replayed), (far_s, far_replayed) = (
+                self._replayed_seconds(rows, keys) for keys in (near, far)
+            )
         except torch.OutOfMemoryError:
             return costs
-        key_s = max(0.0, many_s - few_s) / rows / max(1, many - few)
-        n_replayed = self.passes.replayed - replayed
-        if n_replayed in (0, 2 * SAMPLES):
-            costs = replace(costs, sparse_attended_key_s=key_s)
-        if n_replayed == 2 * SAMPLES and costs.recorded_pass_s is not None:
-            row_s = max(0.0, few_s - small_s - rows * key_s * (few - rows / 2)) / max(1, rows - small)
-            costs = _with_recorded(costs, small, small_s, row_s)
-        return costs
+        if (near_replayed, far_replayed) != (SAMPLES, SAMPLES):
+            return costs
+        key_s = max(0.0, far_s - near_s) / rows / (far - near)
+        row_s = max(0.0, near_s - few_s - rows * key_s * (near - rows / 2)) / (rows - few)
+        return replace(costs, sparse_attended_key_s=key_s, **_recorded(few, few_s, row_s))
+
+    def _replayed_seconds(self, rows: int, length: int) -> tuple[float, int]:
+        """Return the seconds of the fastest sample, and how many recorded passes ran meanwhile."""
+        before = self.passes.replayed
+        return self.seconds(rows, length), self.passes.replayed - before
 
     def seconds(self, rows: int, length: int) -> float:
         """Return the seconds of the fastest sample."""
@@ -195,6 +216,6 @@ class _PartialPrefill:
         return fastest_s(lm.device, partial(self.passes.forward_rows, ids, plan, buffer), SAMPLES)
 
 
-def _with_recorded(costs: Costs, rows: int, pass_s: float, row_s: float) -> Costs:
-    """Return costs with those of recorded passes, from the time of a pass over some rows and the cost of each row."""
-    return replace(costs, recorded_pass_s=max(0.0, pass_s - rows * row_s), recorded_row_s=row_s)
+def _recorded(rows: int, pass_s: float, row_s: float) -> dict[str, Any]:
+    """Return the costs of recorded passes, from the time of a pass over some rows and the cost of each row."""
+    return {"recorded_pass_s": max(0.0, pass_s - rows * row_s), "recorded_row_s": row_s}

@@ -24,7 +24,7 @@ from qcfuse_rag.runtime.costs import Costs, costs_path, read_costs
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
 from qcfuse_rag.runtime.loading.load_time import measure_loading
-from qcfuse_rag.runtime.measured_costs import measure_passes
+from qcfuse_rag.runtime.measured_costs import SAMPLES, measure_passes
 from qcfuse_rag.store.backends.base import EntryInfo, Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
@@ -212,46 +212,97 @@ def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel, monkeypatc
     assert costs.partial_pass_s(100, share=0.5) == pytest.approx(costs.full_pass_s(100) / 2)
 
 
-ON_A_GPU = {"cpu": (16, 64, 128, 256)}
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure as on a GPU."""
+    seams.launches_overlap(monkeypatch, lambda _: True)
+    seams.timed_gpu_rows(monkeypatch, (16, 128, 256))
 
 
+@pytest.mark.usefixtures("on_a_gpu")
 def test_on_a_gpu_full_prefill_also_takes_a_time_for_every_key(
     llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attention is most of the time of a long prompt."""
-    seams.timed_sizes(monkeypatch, ON_A_GPU)
     seams.passes_take(monkeypatch, lambda rows: max(0.1, 0.002 * rows + 1e-6 * rows**2))
     costs = measure_passes(llama, PrefillRunner(llama))
     assert (costs.row_s, costs.attended_key_s) == (pytest.approx(0.002), pytest.approx(2e-6))
+    assert costs.sparse_attended_key_s == costs.attended_key_s
     assert costs.full_pass_s(2000) == pytest.approx(4 + 4)
     seams.passes_take(monkeypatch, lambda rows: max(0.1, 0.002 * rows - 1e-6 * rows**2))
     assert measure_passes(llama, PrefillRunner(llama)).attended_key_s == 0, (
         "a disturbed measurement does not make long prompts free"
     )
+    seams.timed_gpu_rows(monkeypatch, (16, 250, 256))
+    seams.passes_take(monkeypatch, lambda rows: 0.002 * rows + (0.001 if rows == 256 else 0.0))
+    assert measure_passes(llama, PrefillRunner(llama)).attended_key_s == 0, "sizes too near show noise"
 
 
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("launch_s", "row_s", "found_s"),
+    [(0.1, 0.002, 0.002), (0.3, 0.0018, 0.0018), (0.43, 0.0018, 0.0018), (0.5, 0.0018, 0.0), (0.5, 0.0, 0.0)],
+)
 def test_on_a_gpu_rows_are_computed_while_kernels_are_launched(
-    llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+    launch_s: float, row_s: float, found_s: float, llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a pass takes the longer of both, and a pass that waits for the host tells nothing of rows."""
-    seams.timed_sizes(monkeypatch, ON_A_GPU)
-    for launch_s, row_s in ((0.1, 0.002), (0.3, 0.0018), (0.5, 0.0)):
-        seams.passes_take(monkeypatch, lambda rows, launch_s=launch_s, row_s=row_s: max(launch_s, row_s * rows))
-        costs = measure_passes(llama, PrefillRunner(llama))
-        assert (costs.pass_s, costs.row_s) == (pytest.approx(launch_s), pytest.approx(row_s))
-        assert costs.full_pass_s(16) == pytest.approx(launch_s)
-        assert costs.full_pass_s(2000) == pytest.approx(max(launch_s, 2000 * row_s))
-        assert costs.partial_pass_s(500) == pytest.approx(max(launch_s, 500 * row_s))
+    seams.passes_take(monkeypatch, lambda rows: max(launch_s, row_s * rows))
+    costs = measure_passes(llama, PrefillRunner(llama))
+    assert (costs.pass_s, costs.row_s) == (pytest.approx(launch_s), pytest.approx(found_s))
+    assert costs.full_pass_s(16) == pytest.approx(launch_s)
+    assert costs.full_pass_s(2000) == pytest.approx(max(launch_s, 2000 * found_s))
+    assert costs.partial_pass_s(500) == pytest.approx(max(launch_s, 500 * found_s))
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("used_by_others", [0, 1, 2, 3])
+def test_on_a_gpu_recorded_passes_are_timed_behind_few_and_many_keys(
+    used_by_others: int, llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that another request kept from a recording tells nothing of recordings."""
+    passes, timed = PrefillRunner(llama), list[int]()
+
+    def seconds(_: object, rows: int, keys: int) -> float:
+        timed.append(rows)
+        passes.replayed += 0 if len(timed) == used_by_others else SAMPLES
+        return 0.008 + 1e-5 * rows + 1e-8 * rows * (keys - rows / 2)
+
+    monkeypatch.setattr(PrefillRunner, "most_rows", 640)
+    seams.passes_take(monkeypatch, lambda rows: max(0.03, 1e-3 * rows))
+    seams.partial_pass(monkeypatch, seconds)
+    long = replace(llama, context_window=replace(llama.context_window, tokens=9000))
+    costs = measure_passes(long, passes)
+    if used_by_others == 1:
+        assert costs.recorded_rows == 0
+        return
+    assert costs.recorded_rows == 640
+    assert timed == [16, 512, 512]
+    expected = (1e-5, 1e-8) if not used_by_others else (costs.row_s, costs.attended_key_s)
+    assert (costs.recorded_row_s, costs.sparse_attended_key_s) == (
+        pytest.approx(expected[0], rel=1e-3),
+        pytest.approx(expected[1], rel=1e-3),
+    )
 
 
 def test_on_a_gpu_recorded_passes_have_a_cost_of_a_row_of_their_own() -> None:
-    costs = Costs(pass_s=0.03, row_s=2e-5, launches_overlap=True, recorded_pass_s=0.008, recorded_row_s=1e-5)
+    launched = Costs(pass_s=0.03, row_s=2e-5, launches_overlap=True)
+    costs = replace(launched, recorded_rows=1024, recorded_pass_s=0.008, recorded_row_s=1e-5)
     assert costs.partial_pass_s(500) == pytest.approx(0.008 + 0.005)
+    assert costs.partial_pass_s(1000) == pytest.approx(0.008 + 0.00512 + 488 * 2e-5), "more rows are bound by computing"
+    assert costs.partial_pass_s(2000) == pytest.approx(0.04), "so many are launched kernel by kernel"
     assert costs.full_pass_s(500) == 0.03
 
 
 def test_some_rows_of_a_long_prompt_take_a_time_for_every_key() -> None:
-    costs = Costs(pass_s=1.0, row_s=1e-5, recorded_pass_s=0.01, recorded_row_s=1e-5, sparse_attended_key_s=1e-9)
+    costs = Costs(
+        pass_s=1.0,
+        row_s=1e-5,
+        recorded_rows=4096,
+        recorded_pass_s=0.01,
+        recorded_row_s=1e-5,
+        sparse_attended_key_s=1e-9,
+    )
     assert costs.partial_pass_s(500, 10_000) == pytest.approx(costs.partial_pass_s(500) + 0.005)
     ahead = PrefillEstimate(11_000, stored_tokens=10_000, selected_tokens=500, probe_rows=0, probe_share=1.0)
     rows_s = costs.partial_pass_s(1500, 5500)
@@ -261,7 +312,7 @@ def test_some_rows_of_a_long_prompt_take_a_time_for_every_key() -> None:
 
 
 def test_all_rows_attend_to_what_an_earlier_request_has_computed() -> None:
-    costs = Costs(1.0, 1e-5, recorded_pass_s=0.01, attended_key_s=2e-9, sparse_attended_key_s=1e-9)
+    costs = Costs(1.0, 1e-5, recorded_rows=4096, recorded_pass_s=0.01, attended_key_s=2e-9, sparse_attended_key_s=1e-9)
     assert costs.full_pass_s(1000, held=9000) == pytest.approx(costs.full_pass_s(1000) + 1000 * 9000 * 2e-9)
     ahead = PrefillEstimate(1000, stored_tokens=900, selected_tokens=45, probe_rows=30, probe_share=1.0)
     later_s = predict_fused_s(replace(ahead, held_tokens=9000), costs)
@@ -281,7 +332,7 @@ def test_recorded_passes_are_predicted_by_what_they_take() -> None:
     costs = Costs(pass_s=1.0, row_s=0.001)
     ahead = PrefillEstimate(1000, stored_tokens=900, selected_tokens=45, probe_rows=30, probe_share=1.0)
     assert BreakEven().refusal(ahead, costs) is not None
-    recorded = replace(costs, recorded_pass_s=0.1, recorded_row_s=0.001)
+    recorded = replace(costs, recorded_rows=1024, recorded_pass_s=0.1, recorded_row_s=0.001)
     assert BreakEven().refusal(ahead, recorded) is None
     assert recorded.full_pass_s(1000) == costs.full_pass_s(1000)
     assert recorded.partial_pass_s(0) == 0
@@ -289,7 +340,7 @@ def test_recorded_passes_are_predicted_by_what_they_take() -> None:
 
 def test_loading_beside_passes_is_not_added_to_their_time() -> None:
     """The link of a GPU copies while a probe runs; rows wait for both."""
-    costs = Costs(pass_s=0.1, row_s=0.001, load_s=0.0005, recorded_pass_s=0.01, recorded_row_s=0.001)
+    costs = Costs(pass_s=0.1, row_s=0.001, load_s=0.0005, recorded_rows=512, recorded_pass_s=0.01, recorded_row_s=0.001)
     ahead = PrefillEstimate(1000, stored_tokens=900, selected_tokens=90, probe_rows=32, probe_share=1.0)
     loading, probe, rows = 0.45, 0.01 + 0.032, 0.01 + 0.19
     assert predict_fused_s(ahead, costs) == pytest.approx(loading + probe + rows)
@@ -305,7 +356,9 @@ def test_loading_beside_passes_is_not_added_to_their_time() -> None:
 @pytest.mark.parametrize("probe_rows", [0, 32])
 def test_overhead_is_added_to_fused_prefills_alone(probe_rows: int, aside: bool) -> None:
     """So a prompt that takes a small model no longer than the host's work is computed in full."""
-    costs = Costs(pass_s=0.01, row_s=1e-5, load_s=1e-6, recorded_pass_s=0.001, loading_overlaps=aside)
+    costs = Costs(
+        pass_s=0.01, row_s=1e-5, load_s=1e-6, recorded_rows=512, recorded_pass_s=0.001, loading_overlaps=aside
+    )
     ahead = PrefillEstimate(1000, stored_tokens=900, selected_tokens=45, probe_rows=probe_rows, probe_share=1.0)
     slower = replace(costs, overhead_s=0.02)
     assert predict_fused_s(ahead, slower) == pytest.approx(predict_fused_s(ahead, costs) + 0.02)

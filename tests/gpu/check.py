@@ -301,9 +301,9 @@ STEPS = (
     Step(recorded_real, 40),
     Step(engine, 45),
     Step(recorded, 30, dry=True),
-    Step(loading, 45, dry=True),
-    Step(prefetching, 30, dry=True),
     Step(speed, 130),
+    Step(loading, 80, dry=True),
+    Step(prefetching, 15, dry=True),
     Step(floors, 60),
     Step(profile, 15),
 )

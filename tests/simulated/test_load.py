@@ -129,7 +129,9 @@ def test_compiling_measures_the_overhead_of_a_fused_prefill(
 
     monkeypatch.setattr(first_passes, "MANY", 3)  # the interpreter is slow
     monkeypatch.setattr(first_passes, "TOKENS", 8)
-    seams.measured_passes(monkeypatch, lambda *_: Costs(pass_s=1e-9, row_s=1e-12, recorded_pass_s=1e-9))
+    seams.measured_passes(
+        monkeypatch, lambda *_: Costs(pass_s=1e-9, row_s=1e-12, recorded_rows=1024, recorded_pass_s=1e-9)
+    )
     seams.measured_loading(monkeypatch, lambda *_: LoadTimes(1e-3, 1e-3))
     engine = make_engine(
         LanguageModel.wrap(moved(build_model("llama", num_hidden_layers=1), device), tokenizer), MemoryStore()

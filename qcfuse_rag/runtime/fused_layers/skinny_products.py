@@ -5,7 +5,7 @@ and a library splits the small products of a few rows into a product and a sum. 
 projected by one kernel, and the gates and values of a feed-forward network by another, with the activation between.
 The products that follow these are not split. All is summed in float32.
 
-Microseconds for one row of Qwen3-8B's layers in bfloat16 on an H200 (2026-11-26):
+Microseconds for one row of Qwen3-8B's layers in bfloat16 on an H200 (2026-11-26), without early reading:
 
     product                         here   library   lower bound
     queries, keys and values        15.6      29.0          12.2
@@ -22,10 +22,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qcfuse_rag.runtime.fused_layers.pointwise import activated
-from qcfuse_rag.runtime.kernels.launch import concurrent_programs, dependent_launch, holds_large_tile, on_device
+from qcfuse_rag.runtime.kernels.launch import (
+    concurrent_programs,
+    dependent_launch,
+    holds_large_tile,
+    let_next_start,
+    on_device,
+    wait_for_inputs,
+)
 
 MAX_ROWS = 32
 """Rows that one program multiplies at once."""
@@ -36,7 +42,8 @@ MAX_ELEMENTS = 1 << 31
 """Of a weight, exclusive: kernels count them in 32 bits."""
 DTYPES = (torch.bfloat16, torch.float16)
 COLUMNS, DEPTH, WARPS = 32, 128, 4
-"""Columns of a program, channels of a loop iteration, and warps: the fastest of twelve choices for the shapes above."""
+"""Columns of a program, channels of a loop iteration, and warps: the fastest of twelve choices for the shapes above,
+without early reading."""
 PRELOADED, GATED_PRELOADED = 512, 256
 """Channels of the weights that a program reads while it waits for its rows: of one weight, and of two."""
 STAGES, GATED_STAGES = 6, 4
@@ -92,10 +99,10 @@ def project(
     row, column = tl.arange(0, BLOCK_ROWS), block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     if DEPENDENT:  # read weights while the kernel before still computes the rows
-        gdc_launch_dependents()
+        let_next_start(DEPENDENT)
         early = tl.arange(0, PRELOADED)
         weights = load_weights(weight, column, early, n_columns, DIM)
-        gdc_wait()
+        wait_for_inputs(DEPENDENT)
         total = tl.dot(load_rows(x, row, early, n_rows, DIM), weights, total)
     for start in range(PRELOADED if DEPENDENT else 0, DIM, BLOCK_DEPTH):
         channel = start + tl.arange(0, BLOCK_DEPTH)
@@ -130,11 +137,11 @@ def project_gated(
     gate = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     value = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     if DEPENDENT:
-        gdc_launch_dependents()
+        let_next_start(DEPENDENT)
         early = tl.arange(0, PRELOADED)
         gate_weights = load_weights(gates, column, early, N_COLUMNS, DIM)
         value_weights = load_weights(values, column, early, N_COLUMNS, DIM)
-        gdc_wait()
+        wait_for_inputs(DEPENDENT)
         early_rows = load_rows(x, row, early, n_rows, DIM)
         gate = tl.dot(early_rows, gate_weights, gate)
         value = tl.dot(early_rows, value_weights, value)

@@ -77,6 +77,11 @@ class PrefillRunner:
         self.refusal: str | None = "compile() has not been called"
         self.replayed = 0
 
+    @property
+    def most_rows(self) -> int:
+        """The largest number of rows that is recorded; 0 without recordings."""
+        return max(self._graphs, default=0)
+
     @torch.inference_mode()
     def forward_rows(
         self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, hooked_pass: HookedPass | None = None

@@ -10,10 +10,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qcfuse_rag.runtime.kernels.limits import DTYPES, MAX_DIM
 from qcfuse_rag.runtime.rows import AttentionParams
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # Triton before 3.4
+    gdc_launch_dependents = gdc_wait = None
 
 DEPENDENT_SINCE = (9, 0)
 """First compute capability with programmatic dependent launch."""
@@ -37,14 +41,22 @@ def holds_large_tile(device: torch.device) -> bool:
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Return the launch options by which a device starts a kernel's programs before the kernel before it has ended.
 
-    This is CUDA's programmatic dependent launch, of NVIDIA GPUs since Hopper. A kernel that is launched with these
-    options must call `wait_for_inputs` in each program. Without it, a device idles for some microseconds between two
-    kernels, which in a decode step are as short.
+    This is CUDA's programmatic dependent launch, of NVIDIA GPUs since Hopper. Every program of a kernel that is
+    launched with these options must wait, as `wait_for_inputs` does, before it reads anything but weights or writes.
+    Otherwise the device idles for microseconds between the kernels of a decode step, which take microseconds.
     """
-    if device.type != "cuda" or torch.version.hip is not None or triton.knobs.runtime.interpret:
+    is_compiled = isinstance(wait_for_inputs, triton.JITFunction)  # and not interpreted
+    if device.type != "cuda" or torch.version.hip is not None or gdc_wait is None or not is_compiled:
         return {"DEPENDENT": False}
     dependent = torch.cuda.get_device_capability(device) >= DEPENDENT_SINCE
     return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
+
+
+@triton.jit
+def let_next_start(DEPENDENT: tl.constexpr):
+    """Let the programs of the next kernel start once all programs of this kernel have."""
+    if DEPENDENT:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -53,8 +65,8 @@ def wait_for_inputs(DEPENDENT: tl.constexpr):
 
     What a program reads before this call must have been written long before: weights.
     """
+    let_next_start(DEPENDENT)  # a second call has no effect
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
 
 

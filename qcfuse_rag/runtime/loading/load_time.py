@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 LOADS, PASSAGES_PER_LOAD = 3, 4
 """Loads that are timed, and passages of each if the store has so many; the median of the loads counts."""
 
+HELD_BYTES = 512 << 20
+"""Most bytes of copies that are kept from one load to the next, so that the next load needs new memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
@@ -47,7 +50,7 @@ def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener
     """Return the median times of loading a token; None if no passage can be read.
 
     Passages are loaded as a request loads them, some at a time. If there is a tier in memory, they are copied as it
-    copies them, each into new memory, and then loaded; the copies are dropped at the end. They come from the farthest
+    copies them, and then loaded. The first measurement of a process copies into new memory. They come from the farthest
     tier on this machine. A remote is not asked for its entries, so a token that only a remote has counts as one of that
     tier. An error of the store is no error here.
 
@@ -63,7 +66,12 @@ def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener
         size = max(1, len(chunks) // LOADS)
         loads = [chunks[start : start + size] for start in range(0, len(chunks), size)][:LOADS]
         held: list[ChunkKV] = []
-        times = [found for load in loads if (found := _load_once(lm, load, transfers.open(), memory, held))]
+        times: list[LoadTimes] = []
+        for load in loads:
+            found = _load_once(lm, load, transfers.open(), memory, held)
+            times += [found] if found else []
+            while sum(chunk.nbytes for chunk in held) > HELD_BYTES:
+                held.pop(0)
     except (QCFuseError, RuntimeError, KeyError, ValueError, *INDEX_FAILURES):
         return None
     if not times:
@@ -118,11 +126,11 @@ def _load_once(
         for place, (start, chunk) in enumerate(zip(starts, chunks, strict=True)):
             try:
                 near[place] = memory.copy_of(chunk)
+                held.append(near[place])
             except torch.OutOfMemoryError:
                 break  # the others are loaded from where they are
             except (CorruptEntry, OSError, ValueError) as error:
                 raise LateMissError({start: Miss(str(error))}) from error
-        held.extend(near)
 
     def load() -> None:
         loading = [LoadingChunk(start, chunk) for start, chunk in zip(starts, near, strict=True)]

@@ -360,11 +360,12 @@ def test_recorded_passes_are_timed_once_they_are_recorded(tokenizer: PreTrainedT
     lm = model_of("llama", tokenizer)
     passes = PrefillRunner(lm, AgainAndAgain())
     measured = MeasuredCosts(lm, MemoryStore(), passes, TransferOpener(lm))
-    assert measured().recorded_pass_s is None
+    assert measured().recorded_rows == 0
     passes.compile(rows=(16,))
     before = passes.replayed
     costs = measured()
-    assert costs.recorded_pass_s is not None
+    assert costs.recorded_rows == 16
+    assert costs.recorded_pass_s > 0
     assert passes.replayed > before
     assert measured().recorded_pass_s == costs.recorded_pass_s
 

@@ -4,7 +4,8 @@
 
 Prints a line for each kernel that launchers would run: the architecture, its name, dtype and channels, the warps and
 bytes of shared memory of a program, the bytes of stack of a thread, to which registers are spilled, and the bits of its
-widest and narrowest load from and store to global memory. Nothing is run.
+widest and narrowest load from and store to global memory. `early` are the accesses before the program waits for the
+results of the kernel before, if it does. Nothing is run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from qcfuse_rag.runtime.fused_layers import skinny_products
 from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS, Norm, gated, normalized, rotated
 from qcfuse_rag.runtime.fused_layers.skinny_products import DEPTH, MAX_ROWS, gate_projected, projected
 from qcfuse_rag.runtime.kernels.context_score import context_scores
-from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, large_tile_fits
+from qcfuse_rag.runtime.kernels.launch import DEPENDENT_SINCE, LARGE_TILE, large_tile_fits
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
 from qcfuse_rag.runtime.kernels.split_k import MAX_SPLITS, TWO_SPLITS, PartialResults
@@ -41,7 +42,7 @@ from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.quantization import LOSSLESS, quantize
 
-FP8_SINCE, DEPENDENT_SINCE, LARGE_TILE_ARCHITECTURES = 89, 90, (90, 100)
+FP8_SINCE, LARGE_TILE_ARCHITECTURES = 89, (90, 100)
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ARCHITECTURES = (80, 89, 90, 100)
@@ -145,13 +146,19 @@ def access_bits(ptx: str, access: str) -> list[int]:
     return [max(bits), min(bits)] if bits else []
 
 
+def early_accesses(ptx: str) -> list[str] | None:
+    """Return the kinds of accesses to global memory before a program waits for inputs; None if it does not wait."""
+    before, waits, _ = ptx.partition("griddepcontrol.wait")
+    return [access for access in ("ld", "st") if re.search(rf"\b{access}\.global", before)] if waits else None
+
+
 def main() -> None:
     """Compile and print."""
     compiled: dict[str, tuple[str, Any]] = {}
 
     def compiling(kernel: JITFunction[Any], grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
-            if "DEPENDENT" in options and driver.active.get_current_device() >= DEPENDENT_SINCE:
+            if "DEPENDENT" in options and divmod(driver.active.get_current_device(), 10) >= DEPENDENT_SINCE:
                 options |= {"DEPENDENT": True, "launch_pdl": True}
             made = kernel.run(*args, grid=grid, warmup=True, **options)
             compiled.setdefault(made.hash, (kernel.__name__, made))
@@ -170,7 +177,8 @@ def main() -> None:
                 resources = {"warps": made.metadata.num_warps, "shared_bytes": made.metadata.shared}
                 resources["spilled_bytes"] = spilled_bytes(made.asm["cubin"])
                 bits = {f"{access}_bits": access_bits(made.asm["ptx"], access) for access in ("ld", "st")}
-                print(json.dumps({**case, **resources, **bits}), flush=True)
+                early = early_accesses(made.asm["ptx"])
+                print(json.dumps({**case, **resources, **bits, "early": early}), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ SPILLED_BYTES = 128
 """With more, a program spends its time on spilled registers."""
 KERNELS = {"attend", "append", "combine", "denominators", "weights_of_keys", "place"}
 KERNELS |= {"normalize", "rotate", "gate", "project", "project_gated"}
+DEPENDENT = {"attend": [], "append": [], "combine": [], "rotate": [], "gate": []}
+DEPENDENT |= {"normalize": ["ld"], "project": ["ld"], "project_gated": ["ld"]}
+"""Kernels that start before the kernel before has ended, and their accesses before it has: products and norms read
+weights."""
 
 
 @pytest.mark.slow
@@ -48,6 +52,9 @@ def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     limits = [(line, LARGE_TILE_BYTES if line in large else SHARED_BYTES) for line in lines]
     assert [line for line, limit in limits if line["shared_bytes"] > limit] == []
     assert [line for line in lines if line["spilled_bytes"] > SPILLED_BYTES] == []
+    early = [(line["kernel"], line["early"]) for line in lines if line["architecture"] >= 90]
+    assert [(name, found) for name, found in early if found != DEPENDENT.get(name)] == []
+    assert [line for line in lines if line["architecture"] < 90 and line["early"] is not None] == []
     kinds = [(*(line[part] for part in ("architecture", "kernel", "dtype", "dim")), line) for line in lines]
     for (name, _, _, dim, compiled), (kernel, variants) in product(SIZES, (("gate", len(ACTIVATIONS)), ("append", 1))):
         for architecture in compiled:  # one row of a request has no wider part
