@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,18 +72,20 @@ def multiplies_bfloat16() -> bool:
 
 @torch.inference_mode()
 def answer_seconds(dtype: torch.dtype) -> float:
-    """Measure a linear layer over the rows of a prefill and over those of the steps behind it; return the seconds."""
-    weight = torch.randn(WIDER, CHANNELS).to(dtype)
-    prefill, step = (_fastest(torch.randn(rows, CHANNELS).to(dtype), weight) for rows in (PASS_ROWS, 1))
-    return prefill + STEPS * step
+    """Measure a linear layer over the rows of a prefill and over those of the steps behind it; return the seconds.
+
+    A single row is multiplied as a vector, as passes do in bfloat16 (`runtime.fused_layers.single_row_products`).
+    """
+    weight, rows = torch.randn(WIDER, CHANNELS).to(dtype), torch.randn(PASS_ROWS, CHANNELS).to(dtype)
+    return _fastest(linear, rows, weight) + STEPS * _fastest(torch.mv, weight, rows[0])
 
 
-def _fastest(rows: Tensor, weight: Tensor) -> float:
-    linear(rows, weight)  # pays for one-time setup
+def _fastest(product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> float:
+    product(left, right)  # pays for one-time setup
     samples = []
     for _ in range(SAMPLES):
         started = time.perf_counter()
-        linear(rows, weight)
+        product(left, right)
         samples.append(time.perf_counter() - started)
     return min(samples)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -93,18 +94,21 @@ def test_the_environment_names_the_dtype(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_products_are_measured_in_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_dtype, "CHANNELS", 64)
     monkeypatch.setattr(cpu_dtype, "WIDER", 64)
-    multiplied: list[tuple[int, torch.dtype, torch.dtype]] = []
-    multiply = cpu_dtype.linear
+    multiplied = set[tuple[str, int, torch.dtype, torch.dtype]]()
 
-    def linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        multiplied.append((len(rows), rows.dtype, weight.dtype))
-        return multiply(rows, weight)
+    def watched(name: str, multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            multiplied.add((name, len(left), left.dtype, right.dtype))
+            return multiply(left, right)
 
-    monkeypatch.setattr(cpu_dtype, "linear", linear)
+        return product
+
+    monkeypatch.setattr(cpu_dtype, "linear", watched("rows", cpu_dtype.linear))
+    monkeypatch.setattr(torch, "mv", watched("row", torch.mv))
     for dtype in FAST:
         multiplied.clear()
         assert answer_seconds(dtype) > 0
-        assert set(multiplied) == {(cpu_dtype.PASS_ROWS, dtype, dtype), (1, dtype, dtype)}
+        assert multiplied == {("rows", cpu_dtype.PASS_ROWS, dtype, dtype), ("row", cpu_dtype.WIDER, dtype, dtype)}
 
 
 def test_a_model_is_loaded_in_the_faster_dtype_and_its_caches_are_its_own(

@@ -68,7 +68,10 @@ def choose_weight_format(weights: str, device: str, *, bfloat16: bool = False) -
     if weights == "model" or (weights == "auto" and not (on_cpu and _has_fbgemm() and not bfloat16)):
         return "model"
     if not on_cpu:
-        raise QCFuseError(f"weights in {weights} are for CPUs; on {device} load the model with weights='model'")
+        raise QCFuseError(
+            f"weights in {weights} are for CPUs; on {device} load the model with weights='model', or a checkpoint that "
+            "another library has quantised, such as bitsandbytes or torchao"
+        )
     if not _has_fbgemm():
         raise QCFuseError(
             f"weights in {weights} need torch's FBGEMM: an x86 processor with AVX2, and "
