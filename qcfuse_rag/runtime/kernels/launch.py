@@ -21,6 +21,8 @@ except ImportError:  # Triton before 3.4
 
 DEPENDENT_SINCE = (9, 0)
 """First compute capability with programmatic dependent launch."""
+DEPENDENT_DRIVER = 12030
+"""First driver, by its CUDA version, that records such launches in CUDA graphs."""
 
 
 @cache
@@ -48,8 +50,10 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
     is_compiled = isinstance(wait_for_inputs, triton.JITFunction)  # and not interpreted
     if device.type != "cuda" or torch.version.hip is not None or gdc_wait is None or not is_compiled:
         return {"DEPENDENT": False}
-    dependent = torch.cuda.get_device_capability(device) >= DEPENDENT_SINCE
-    return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
+    driver: int = getattr(torch._C, "_cuda_getDriverVersion", lambda: DEPENDENT_DRIVER)()
+    if torch.cuda.get_device_capability(device) < DEPENDENT_SINCE or driver < DEPENDENT_DRIVER:
+        return {"DEPENDENT": False}
+    return {"DEPENDENT": True, "launch_pdl": True}
 
 
 @triton.jit

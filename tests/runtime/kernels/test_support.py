@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.runtime.kernels import support
+from qcfuse_rag.runtime.kernels import launch, support
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from tests.runtime.kernels.operands import DTYPES
 from tests.support.recorders import DEVICE
@@ -56,3 +56,24 @@ def test_kernels_are_within_their_tolerance_here(dtype: torch.dtype) -> None:
     errors = support.kernel_errors(DEVICE, dtype, 64)
     assert len(errors) == 3 + 3 + 5 + 4
     assert max(errors.values()) < support.TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "expected"),
+    [((9, 0), 12030, True), ((10, 0), 13000, True), ((9, 0), 12020, False), ((8, 9), 13000, False)],
+)
+def test_kernels_start_early_where_the_gpu_and_its_driver_can(
+    capability: tuple[int, int], driver: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that cannot record such launches would cost all recordings."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    options = launch.dependent_launch.__wrapped__
+    assert options(torch.device("cuda")) == {"DEPENDENT": False}, "the interpreter does not know them"
+    monkeypatch.setattr(launch.triton, "JITFunction", object)
+    assert options(torch.device("cuda")) == (
+        {"DEPENDENT": True, "launch_pdl": True} if expected else {"DEPENDENT": False}
+    )
+    assert options(torch.device("cpu")) == {"DEPENDENT": False}
+    monkeypatch.setattr(launch, "gdc_wait", None)
+    assert options(torch.device("cuda")) == {"DEPENDENT": False}, "an older Triton"
