@@ -20,20 +20,9 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.regular_file import read_text
 
-SAVED_NUMBERS = (
-    "pass_s",
-    "row_s",
-    "load_s",
-    "near_load_s",
-    "recorded_pass_s",
-    "recorded_row_s",
-    "attended_key_s",
-    "sparse_attended_key_s",
-)
-SAVED_FLAGS = ("launches_overlap", "loading_overlaps")
 TIMED_ROWS = 512
-"""Rows of recorded passes up to which reading weights takes about as long as computing; each costs less than later
-rows."""
+"""Rows of a recorded pass that cost `Costs.recorded_row_s` each: the device reads weights for about as long as it
+computes so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +157,9 @@ def read_costs(path: Path) -> Costs | None:
     """Read a file of `save_costs`; None if it does not exist, is damaged, or lacks a cost."""
     try:
         data = json.loads(read_text(path))
-        values: dict[str, Any] = {name: float(data[name]) for name in SAVED_NUMBERS}
-        values |= {name: bool(data[name]) for name in SAVED_FLAGS}
-        return Costs(**values, recorded_rows=int(data["recorded_rows"]))
+        kinds = asdict(Costs(0.0, 0.0, near_load_s=0.0))
+        values: dict[str, Any] = {name: type(kind)(data[name]) for name, kind in kinds.items()}
+        return Costs(**values)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 

@@ -21,11 +21,12 @@ from qcfuse_rag.runtime.loading.wait_budget import call_with_timeout
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.backends.base import KVStore
 
-CPU_ROWS = (16, 128)
-"""Rows of the timed passes on a CPU; their difference is the cost of more rows."""
-GPU_ROWS = (16, 4096, 8192)
-"""Rows of the timed passes on a GPU: the first takes as long as launching it, the others show the cost of rows and of
-the keys that those see."""
+FEW_ROWS = 16
+"""Rows of the shortest timed pass: on a CPU it mostly reads weights, on a GPU it takes as long as launching it."""
+CPU_ROWS = 128
+"""Rows of the longer timed pass on a CPU."""
+GPU_ROWS = (4096, 8192)
+"""Rows of the longer timed passes on a GPU; two, because the keys that rows see cost time as well."""
 GPU_KEYS = (1024, 8192)
 """Keys behind which some rows are timed on a GPU."""
 APART = 1.5
@@ -105,7 +106,7 @@ def measure_passes(lm: LanguageModel, passes: PrefillRunner) -> Costs:
         lm: the model.
         passes: runs the model's passes; recorded ones are timed too.
     """
-    prefill_once(lm, min(CPU_ROWS[0], lm.context_window.tokens))  # a process's first pass pays for one-time setup
+    prefill_once(lm, min(FEW_ROWS, lm.context_window.tokens))  # a process's first pass pays for one-time setup
     costs = _gpu_costs(lm) if launches_overlap(lm) else _cpu_costs(lm)
     return PartialPrefill(lm, passes).measure(costs)
 
@@ -120,14 +121,14 @@ def _seconds(lm: LanguageModel, size: int, samples: int = SAMPLES) -> float:
 
 
 def _cpu_costs(lm: LanguageModel) -> Costs:
-    few, many = (min(size, lm.context_window.tokens) for size in CPU_ROWS)
+    few, many = (min(size, lm.context_window.tokens) for size in (FEW_ROWS, CPU_ROWS))
     few_s = _seconds(lm, few)
     row_s = max(_seconds(lm, many) - few_s, 1e-9) / max(1, many - few)
     return Costs(max(0.0, few_s - few * row_s), row_s)
 
 
 def _gpu_costs(lm: LanguageModel) -> Costs:
-    few, *longer = (min(size, lm.context_window.tokens) for size in GPU_ROWS)
+    few, *longer = (min(size, lm.context_window.tokens) for size in (FEW_ROWS, *GPU_ROWS))
     launch_s, times_s = _seconds(lm, few, 2 * SAMPLES), dict[int, float]()
     for size in longer:
         with suppress(torch.OutOfMemoryError):
@@ -176,7 +177,7 @@ class PartialPrefill:
 
     def measure(self, costs: Costs) -> Costs:
         """Add what recorded passes cost, if there are any and no other request uses them meanwhile."""
-        few, most = CPU_ROWS[0], self.passes.most_rows
+        few, most = FEW_ROWS, self.passes.most_rows
         if most < few:
             return costs
         few_s, n_replayed = self._replayed_seconds(few, few + 1)

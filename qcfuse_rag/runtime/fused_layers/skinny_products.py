@@ -136,7 +136,7 @@ def project_gated(
     row, column = tl.arange(0, BLOCK_ROWS), tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     gate = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     value = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    if DEPENDENT:
+    if DEPENDENT:  # as in `project`
         let_next_start(DEPENDENT)
         early = tl.arange(0, PRELOADED)
         gate_weights = load_weights(gates, column, early, N_COLUMNS, DIM)

@@ -43,11 +43,11 @@ def holds_large_tile(device: torch.device) -> bool:
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Return the launch options by which a device starts a kernel's programs before the kernel before it has ended.
 
-    This is CUDA's programmatic dependent launch, of NVIDIA GPUs since Hopper. Every program of a kernel that is
-    launched with these options must wait, as `wait_for_inputs` does, before it reads anything but weights or writes.
-    Otherwise the device idles for microseconds between the kernels of a decode step, which take microseconds.
+    This is CUDA's programmatic dependent launch, of NVIDIA GPUs since Hopper. It saves the microseconds between two
+    kernels, in which the device idles. Every program of a kernel that is launched with these options must wait, as
+    `wait_for_inputs` does, before it writes, and before it reads anything but weights.
     """
-    is_compiled = isinstance(wait_for_inputs, triton.JITFunction)  # and not interpreted
+    is_compiled = isinstance(wait_for_inputs, triton.JITFunction)  # not interpreted
     if device.type != "cuda" or torch.version.hip is not None or gdc_wait is None or not is_compiled:
         return {"DEPENDENT": False}
     driver: int = getattr(torch._C, "_cuda_getDriverVersion", lambda: DEPENDENT_DRIVER)()
@@ -67,7 +67,7 @@ def let_next_start(DEPENDENT: tl.constexpr):
 def wait_for_inputs(DEPENDENT: tl.constexpr):
     """Let the next kernel start, and wait until all earlier kernels have ended and their results can be read.
 
-    What a program reads before this call must have been written long before: weights.
+    Before this call, a program may read weights: no kernel of the pass writes them.
     """
     let_next_start(DEPENDENT)  # a second call has no effect
     if DEPENDENT:

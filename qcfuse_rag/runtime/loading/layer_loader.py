@@ -183,9 +183,9 @@ class LayerLoader:
             self._released.put(nbytes)
 
     def _read(self) -> None:
-        """Read all blocks in the order in which passes need them; this is the thread's function, if there is a thread.
+        """Read all blocks in the order in which passes need them. The loading thread runs this if there is one.
 
-        An error ends the thread and is queued as a `LateMissError`, of the chunk being read if it is known, else of
+        An error ends reading and is queued as a `LateMissError`, of the chunk being read if it is known, else of
         all.
         """
         ahead, first, count = 0, 0, 1

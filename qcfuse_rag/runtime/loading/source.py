@@ -44,7 +44,7 @@ class LayerSource(Protocol):
 
     @property
     def needs_thread(self) -> bool:
-        """Whether reading takes time, so that a thread reads while a pass computes."""
+        """Whether reading can block. A thread then reads while a pass computes."""
 
     @property
     def joins_layers(self) -> bool:
