@@ -64,7 +64,7 @@ def demo(options: DemoOptions, as_json: Json = False) -> None:
 @expand_options
 def warm_run(store: Library, options: WarmOptions, as_json: Json = False) -> None:
     """Split documents into passages, index them, and prefill each into the store; a second run adds or continues."""
-    from qcfuse_rag.cli.library.job_lock import require_no_other_job
+    from qcfuse_rag.library.jobs import require_no_other_job
 
     require_no_other_job(store)  # before the imports, which take seconds
     with _without_collection():
@@ -86,7 +86,7 @@ def warm_plan(store: Library, options: CorpusOptions, as_json: Json = False) -> 
 @warm_app.command("resume")
 def warm_resume(store: Library, as_json: Json = False) -> None:
     """Continue the last warming job of a library with the same options."""
-    from qcfuse_rag.cli.library.job_lock import require_no_other_job
+    from qcfuse_rag.library.jobs import require_no_other_job
 
     require_no_other_job(store)
     with _without_collection():
@@ -259,7 +259,7 @@ def _without_collection() -> Iterator[None]:
 def _require_library(folder: Path) -> None:
     """Refuse a library that does not exist, before the imports, which take seconds."""
     if not folder.is_dir():
-        from qcfuse_rag.retrieval.index import PassageIndex
+        from qcfuse_rag.library.index import PassageIndex
 
         PassageIndex.load(folder / "passages")
 

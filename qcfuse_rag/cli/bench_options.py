@@ -142,9 +142,9 @@ class BenchQualityOptions(ModelOptions):
 
     def to_quality_options(self) -> QualityOptions:
         """Return the options of the measurement, with lists read from their texts."""
-        from qcfuse_rag.cli.library.folder import store_folder
         from qcfuse_rag.evaluation.quality.configurations import split_names
         from qcfuse_rag.evaluation.quality.measure import QualityOptions
+        from qcfuse_rag.library.folder import store_folder
 
         return QualityOptions(
             model=self.model or default_model(),

@@ -8,7 +8,6 @@ from rich.table import Table
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, status
-from qcfuse_rag.cli.library.folder import existing_store_folder
 from qcfuse_rag.cli.library.settings import LibrarySettings
 from qcfuse_rag.cli.measuring_options import ProfileOptions
 from qcfuse_rag.engine.engine import FusionEngine
@@ -16,6 +15,7 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.profile.measure import profile_layers
 from qcfuse_rag.evaluation.quality.tables import new_figure
 from qcfuse_rag.evaluation.questions import demo_samples, read_samples
+from qcfuse_rag.library.folder import existing_store_folder
 from qcfuse_rag.runtime.language_model import default_critical_layers
 from qcfuse_rag.runtime.layer_profile import PROFILE_FILE, LayerProfile
 from qcfuse_rag.verification.samples import Sample

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, print_line, print_note, status
-from qcfuse_rag.cli.library.folder import (
+from qcfuse_rag.cli.library.job_record import forget_source
+from qcfuse_rag.cli.library.open_engine import open_engine, print_verdict_note
+from qcfuse_rag.cli.library.settings import LibrarySettings
+from qcfuse_rag.cli.options import ServeOptions
+from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.library.folder import (
     existing_store_folder,
     has_secret,
     index_folder,
@@ -23,18 +30,11 @@ from qcfuse_rag.cli.library.folder import (
     require_extra,
     store_folder,
 )
-from qcfuse_rag.cli.library.job_lock import job_lock
-from qcfuse_rag.cli.library.job_record import forget_source
-from qcfuse_rag.cli.library.open_engine import open_engine, print_verdict_note
-from qcfuse_rag.cli.library.settings import LibrarySettings
-from qcfuse_rag.cli.options import ServeOptions
-from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.retrieval.index import METADATA
+from qcfuse_rag.library.index import METADATA
+from qcfuse_rag.library.jobs import job_lock
 
 if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.server.library import ServedLibrary
+    from qcfuse_rag.library.served import ServedLibrary
 
 TOKEN_VARIABLE = "QCFUSE_TOKEN"
 
@@ -153,7 +153,7 @@ def _served_library(folder: Path, engine: FusionEngine, options: ServeOptions) -
     if not _has_passages(folder):
         return None
     try:
-        from qcfuse_rag.server.library import ServedLibrary
+        from qcfuse_rag.library.served import ServedLibrary
     except ImportError as error:
         if options.retrieve or options.editable:
             raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[cli,serve]'`") from error

@@ -33,7 +33,7 @@ def stats(folder: Folder, as_json: Json = False) -> None:
     """Show the contents and the settings of a store."""
     from dataclasses import asdict
 
-    from qcfuse_rag.cli.library.folder import open_disk_tier
+    from qcfuse_rag.library.folder import open_disk_tier
     from qcfuse_rag.models.fingerprint import Fingerprint
 
     with open_disk_tier(folder) as store:
@@ -57,7 +57,7 @@ def health(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> N
     from dataclasses import replace
     from shutil import disk_usage
 
-    from qcfuse_rag.cli.library.folder import existing_store_folder, open_disk_tier
+    from qcfuse_rag.library.folder import existing_store_folder, open_disk_tier
     from qcfuse_rag.store.backends.remote import open_remote
     from qcfuse_rag.store.documents.manifest import manifest_damage
 
@@ -88,7 +88,7 @@ def health(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> N
 @store_app.command()
 def fsck(folder: Folder, as_json: Json = False) -> None:
     """Check every entry, quarantine damaged entries, and make files and index agree; exit with 1 on damage."""
-    from qcfuse_rag.cli.library.folder import open_disk_tier
+    from qcfuse_rag.library.folder import open_disk_tier
     from qcfuse_rag.store.maintenance import fsck as check_store
 
     with open_disk_tier(folder) as store, progress_bar("checking", "entries") as advance:
@@ -115,7 +115,7 @@ def fsck(folder: Folder, as_json: Json = False) -> None:
 @store_app.command()
 def gc(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> None:
     """Remove expired entries, entries without a source, leftovers of writers, and the quarantine."""
-    from qcfuse_rag.cli.library.folder import open_disk_tier, open_store_and_sources
+    from qcfuse_rag.library.folder import open_disk_tier, open_store_and_sources
     from qcfuse_rag.store.maintenance import collect_garbage
 
     with open_store_and_sources(folder, remote=remote) as (_, documents):
@@ -130,7 +130,7 @@ def gc(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> None:
 @store_app.command()
 def rebuild(folder: Folder, as_json: Json = False) -> None:
     """Rebuild the index from the files, without use counts and pins; a damaged list of documents is set aside."""
-    from qcfuse_rag.cli.library.folder import existing_store_folder, open_disk_tier
+    from qcfuse_rag.library.folder import existing_store_folder, open_disk_tier
     from qcfuse_rag.store.documents.manifest import quarantine_manifest
     from qcfuse_rag.store.maintenance import rebuild as rebuild_index
 
@@ -150,7 +150,7 @@ def wipe(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
     Files that the store did not write stay, and links are not followed. See docs/guide/store.md for the limits of
     overwriting. A remote behind the store keeps its entries.
     """
-    from qcfuse_rag.cli.library.folder import existing_store_folder, text_files, text_folders
+    from qcfuse_rag.library.folder import existing_store_folder, text_files, text_folders
     from qcfuse_rag.store.wipe import wipe as overwrite
 
     store_path = existing_store_folder(folder)
@@ -171,7 +171,7 @@ def wipe(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
 @store_app.command()
 def clear(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
     """Remove every entry from the folder, including pinned entries; a remote behind the store keeps its entries."""
-    from qcfuse_rag.cli.library.folder import open_disk_tier
+    from qcfuse_rag.library.folder import open_disk_tier
 
     _require_yes(yes, "this removes every entry")
     with open_disk_tier(folder) as store:
@@ -182,7 +182,7 @@ def clear(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
 @store_app.command()
 def sources(folder: Folder, tenant: Tenant = None, remote: RemoteUrl = None, as_json: Json = False) -> None:
     """List the documents of a store, with the number of chunks and of missing chunks."""
-    from qcfuse_rag.cli.library.folder import open_store_and_sources
+    from qcfuse_rag.library.folder import open_store_and_sources
 
     with open_store_and_sources(folder, tenant=tenant, remote=remote) as (_, documents):
         missing = documents.missing()
@@ -200,7 +200,7 @@ def lookup(
     folder: Folder, source: Document, tenant: Tenant = None, remote: RemoteUrl = None, as_json: Json = False
 ) -> None:
     """Show the tier of each chunk of a document."""
-    from qcfuse_rag.cli.library.folder import open_store_and_sources
+    from qcfuse_rag.library.folder import open_store_and_sources
     from qcfuse_rag.store.admin import lookup as find_tiers
 
     with open_store_and_sources(folder, tenant=tenant, remote=remote) as (store, documents):
@@ -214,9 +214,9 @@ def forget(
     folder: Folder, source: Document, tenant: Tenant = None, remote: RemoteUrl = None, as_json: Json = False
 ) -> None:
     """Remove a document: its passages from the library, and its chunks from every tier unless shared."""
-    from qcfuse_rag.cli.library.folder import existing_store_folder, forget_passages, library_of, open_store_and_sources
-    from qcfuse_rag.cli.library.job_lock import job_lock
     from qcfuse_rag.cli.library.job_record import forget_source
+    from qcfuse_rag.library.folder import existing_store_folder, forget_passages, library_of, open_store_and_sources
+    from qcfuse_rag.library.jobs import job_lock
 
     folder = library_of(folder)
     # A running warming job would save the passages again that it loaded at its start.
@@ -246,7 +246,7 @@ def pin(
     as_json: Json = False,
 ) -> None:
     """Protect entries from eviction."""
-    from qcfuse_rag.cli.library.folder import open_store_and_sources
+    from qcfuse_rag.library.folder import open_store_and_sources
 
     with open_store_and_sources(folder, tenant=tenant, remote=remote) as (store, documents):
         selected = _select(documents, addresses, source)
@@ -265,7 +265,7 @@ def compress(
     as_json: Json = False,
 ) -> None:
     """Rewrite entries in fewer bytes; all entries if none are named."""
-    from qcfuse_rag.cli.library.folder import open_disk_tier
+    from qcfuse_rag.library.folder import open_disk_tier
     from qcfuse_rag.store.admin import rewrite
     from qcfuse_rag.store.documents.sources import Sources
 
@@ -294,7 +294,7 @@ def move(
     as_json: Json = False,
 ) -> None:
     """Move entries to a remote store or back; all entries if none are named."""
-    from qcfuse_rag.cli.library.folder import open_disk_tier
+    from qcfuse_rag.library.folder import open_disk_tier
     from qcfuse_rag.store.admin import move as move_entries
     from qcfuse_rag.store.backends.remote import open_remote
     from qcfuse_rag.store.documents.sources import Sources

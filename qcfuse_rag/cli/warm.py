@@ -21,14 +21,6 @@ from qcfuse_rag.cli.library.documents import (
     require_passages,
     vanished_files,
 )
-from qcfuse_rag.cli.library.folder import (
-    KV_FOLDER,
-    has_secret,
-    index_folder,
-    open_library_store,
-    refuse_store,
-)
-from qcfuse_rag.cli.library.job_lock import job_lock
 from qcfuse_rag.cli.library.job_record import JobRecord
 from qcfuse_rag.cli.library.open_engine import open_engine
 from qcfuse_rag.cli.library.settings import LibrarySettings, model_name
@@ -36,9 +28,17 @@ from qcfuse_rag.cli.options import CorpusOptions, WarmOptions, WeightsChoice
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.library.folder import (
+    KV_FOLDER,
+    has_secret,
+    index_folder,
+    open_library_store,
+    refuse_store,
+)
+from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex
+from qcfuse_rag.library.jobs import job_lock
+from qcfuse_rag.library.retrieval_log import RetrievalLog
 from qcfuse_rag.methods import choose_method
-from qcfuse_rag.retrieval.index import DEFAULT_EMBEDDER, PassageIndex
-from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 from qcfuse_rag.store.backends.disk_settings import read_settings
 from qcfuse_rag.store.backends.remote import url_without_secrets
 from qcfuse_rag.store.factory import KEPT_NUMBERS, open_store

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from qcfuse_rag.cluster.pool import Columns, connect, map_with_workers
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.ingestion.readers import PassagesBySource, find_files, read_passages
+from qcfuse_rag.library.embedder import Embedder
+from qcfuse_rag.library.readers import PassagesBySource, find_files, read_passages
 from qcfuse_rag.models.load import load_tokenizer
-from qcfuse_rag.retrieval.embedder import Embedder
 
 FILES_AT_ONCE, TEXTS_AT_ONCE = 8, 64
 
@@ -57,7 +57,7 @@ def read_on_ray(
     progress: Callable[[int, int], None] | None = None,
     unread: list[str] | None = None,
 ) -> PassagesBySource:
-    """Read passages like `ingestion.readers.read_passages`; workers read the files at the same paths."""
+    """Read passages like `library.readers.read_passages`; workers read the files at the same paths."""
     all_paths = list(paths)
     files = [str(file.resolve()) for file in find_files(all_paths, skip)]
     named = {str(path.resolve()) for path in all_paths}

@@ -20,8 +20,8 @@ from typer.main import get_command
 
 from qcfuse_rag import METHODS, DiskStore, FusionEngine, make_method, open_store
 from qcfuse_rag.cli.app import app
-from qcfuse_rag.cli.library.folder import open_library_store
-from qcfuse_rag.retrieval.index import PassageIndex
+from qcfuse_rag.library.folder import open_library_store
+from qcfuse_rag.library.index import PassageIndex
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support.cases import cases
 from tests.support.cli import Run

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore
-from qcfuse_rag.cli.library.folder import KV_FOLDER
-from qcfuse_rag.cli.library.job_lock import RECORD_NAME, job_lock
-from qcfuse_rag.retrieval.index import PassageIndex
+from qcfuse_rag.library.folder import KV_FOLDER
+from qcfuse_rag.library.index import PassageIndex
+from qcfuse_rag.library.jobs import RECORD_NAME, job_lock
 from tests.support.cli import Run
 from tests.support.engines import METHOD_OPTIONS
 from tests.support.passages import PASSAGES

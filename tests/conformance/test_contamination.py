@@ -24,8 +24,8 @@ from qcfuse_rag import (
     make_method,
     open_store,
 )
-from qcfuse_rag.cli.library.folder import KV_FOLDER
 from qcfuse_rag.ingestion.capture import capture_chunks
+from qcfuse_rag.library.folder import KV_FOLDER
 from qcfuse_rag.methods import choose_method, default_method
 from qcfuse_rag.methods.relaycaching import GENERATED
 from qcfuse_rag.prompts.segments import Prompt

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag.bundled import default_model
-from qcfuse_rag.ingestion.readers import read_passages
+from qcfuse_rag.library.embedder import Embedder
+from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
+from qcfuse_rag.library.readers import read_passages
+from qcfuse_rag.library.retriever import Retriever
 from qcfuse_rag.models.load import load_tokenizer
-from qcfuse_rag.retrieval.embedder import Embedder
-from qcfuse_rag.retrieval.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
-from qcfuse_rag.retrieval.retriever import Retriever
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 COUNT = 6

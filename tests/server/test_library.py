@@ -21,15 +21,15 @@ import pytest
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
 from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.errors import Busy
-from qcfuse_rag.retrieval.embedder import Embedder
-from qcfuse_rag.retrieval.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
-from qcfuse_rag.retrieval.retriever import Retriever
+from qcfuse_rag.library.embedder import Embedder
+from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
+from qcfuse_rag.library.retriever import Retriever
+from qcfuse_rag.library.served import ServedLibrary, _split
 from qcfuse_rag.server import idle_warming
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import RequestLimits
 from qcfuse_rag.server.backend import CLIENTS, EngineBackend
 from qcfuse_rag.server.idle_warming import IdleWarming
-from qcfuse_rag.server.library import ServedLibrary, _split
 from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer

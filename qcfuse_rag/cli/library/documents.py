@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.cli.console import progress_bar
-from qcfuse_rag.cli.library.folder import own_folders, require_extra
 from qcfuse_rag.cli.options import CorpusOptions, WarmOptions
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.retrieval.index import PassageIndex, embedder_source
+from qcfuse_rag.library.folder import own_folders, require_extra
+from qcfuse_rag.library.index import PassageIndex, embedder_source
 
 EMBEDDING_BATCH = 256  # minimum number of passages to embed together on this machine
 INDEX_SAVE_INTERVAL_S = 30.0
@@ -29,7 +29,7 @@ def check_paths(options: CorpusOptions, library: Path, *, allow_empty: bool = Fa
     Each folder is checked by itself: an empty folder may be a missing mount, and warming would forget its documents.
     """
     with require_extra():
-        from qcfuse_rag.ingestion.readers import FILES, find_files, load_reader
+        from qcfuse_rag.library.readers import FILES, find_files, load_reader
 
     if options.reader != FILES:
         load_reader(options.reader)
@@ -56,7 +56,7 @@ def read_documents(
     reason in `unread`.
     """
     with require_extra():
-        from qcfuse_rag.ingestion.readers import FILES, read_passages, skipped_files
+        from qcfuse_rag.library.readers import FILES, read_passages, skipped_files
 
     own = own_folders(library)
     if options.reader == FILES:
@@ -111,7 +111,7 @@ def index_passages(
 ) -> None:
     """Embed the passages of new and changed documents, and save the index at intervals and at the end."""
     with require_extra():
-        from qcfuse_rag.retrieval.embedder import Embedder
+        from qcfuse_rag.library.embedder import Embedder
 
     batch_size, model = EMBEDDING_BATCH, embedder_source(index.embedder)
     embed: Callable[[Sequence[str]], NDArray[np.float32]]

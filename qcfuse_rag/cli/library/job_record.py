@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.cli.console import duration, print_json, print_line
-from qcfuse_rag.cli.library.job_lock import RECORD_NAME
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.library.jobs import RECORD_NAME
 from qcfuse_rag.store.backends.disk_files import process_has_ended, process_namespace
 from qcfuse_rag.store.regular_file import read_text
 

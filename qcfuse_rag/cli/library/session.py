@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.cli.library.folder import index_folder, open_library_store, refuse_store, require_extra
 from qcfuse_rag.cli.library.open_engine import open_engine, print_verdict_note
 from qcfuse_rag.cli.library.settings import LibrarySettings, model_name
 from qcfuse_rag.cli.options import AskOptions
@@ -19,13 +18,14 @@ from qcfuse_rag.generation.reasoning import AnswerPiece
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
+from qcfuse_rag.library.folder import index_folder, open_library_store, refuse_store, require_extra
+from qcfuse_rag.library.index import PassageIndex
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_html
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import Message
-from qcfuse_rag.retrieval.index import PassageIndex
 
 if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.retrieval.retriever import RetrievedPassage, Retriever
+    from qcfuse_rag.library.retriever import RetrievedPassage, Retriever
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +118,7 @@ def open_session(library: Path, options: AskOptions) -> Iterator[LibrarySession]
         QCFuseError: if there is no library, or it has another model, embedder or base than the options name.
     """
     with require_extra():
-        from qcfuse_rag.retrieval.retriever import Retriever
+        from qcfuse_rag.library.retriever import Retriever
 
     refuse_store(library)
     settings = LibrarySettings.load(library)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.cli.library.folder import SETTINGS_NAME, library_of
 from qcfuse_rag.cli.options import CorpusOptions, MethodOptions, ModelOptions, WeightsChoice
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.library.folder import SETTINGS_NAME, library_of
 from qcfuse_rag.methods import choose_method, default_method
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.prompts.template import PromptTemplate

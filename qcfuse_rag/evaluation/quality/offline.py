@@ -107,7 +107,7 @@ def embedded_neighbours(passages: Sequence[str], count: int = NEIGHBOURS) -> lis
     from qcfuse_rag.bundled import default_embedder
 
     try:
-        from qcfuse_rag.retrieval.embedder import Embedder
+        from qcfuse_rag.library.embedder import Embedder
     except ImportError as error:
         raise QCFuseError(
             "enriched passages need an embedding model to find their neighbours; run `pip install 'qcfuse-rag[cli]'`"

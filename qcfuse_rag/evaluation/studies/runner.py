@@ -21,9 +21,9 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.environment import about_process
 from qcfuse_rag.evaluation.quality.summary import format_interval, mean_interval
 from qcfuse_rag.evaluation.questions import read_dataset
+from qcfuse_rag.library.index import nearest
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.retrieval.index import nearest
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.store.factory import open_store
@@ -147,7 +147,7 @@ class DataFiles:
 
 def demo_questions(top_k: int, count: int | None = None) -> list[Sample]:
     """Return the demonstration's questions, each over the `top_k` documents that MiniLM finds nearest."""
-    from qcfuse_rag.retrieval.embedder import Embedder
+    from qcfuse_rag.library.embedder import Embedder
 
     texts = list(corpus().values())
     embed = Embedder(default_embedder())

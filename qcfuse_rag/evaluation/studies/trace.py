@@ -19,7 +19,7 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.studies.conversations import BLOCK_TOKENS
 from qcfuse_rag.evaluation.studies.runner import StudyResult, StudyRun, load_engine
 from qcfuse_rag.fusion.prefix_cache import common_length
-from qcfuse_rag.ingestion.readers import TextSplitting
+from qcfuse_rag.library.readers import TextSplitting
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.system_prefix import system_prefix
 from qcfuse_rag.server.protocol.chat_request import ChatRequest

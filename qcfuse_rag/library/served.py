@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError, StoreError
-from qcfuse_rag.ingestion.readers import TextSplitting
 from qcfuse_rag.ingestion.warm_job import Progress
-from qcfuse_rag.retrieval.index import PassageIndex
-from qcfuse_rag.retrieval.retriever import QUERY_CHARACTERS, RetrievedPassage, Retriever
+from qcfuse_rag.library.index import PassageIndex
+from qcfuse_rag.library.readers import TextSplitting
+from qcfuse_rag.library.retriever import QUERY_CHARACTERS, RetrievedPassage, Retriever
 
 PASSAGE_TOKENS = 384
 EMBEDDED_AT_ONCE = 8

@@ -15,8 +15,8 @@ from sentence_transformers import SentenceTransformer
 
 from qcfuse_rag.bundled import corpus, default_embedder
 from qcfuse_rag.errors import ModelNotFound
-from qcfuse_rag.retrieval.embedder import Embedder
-from qcfuse_rag.retrieval.mean_pooling import BATCH_TEXTS, MeanPoolingModel
+from qcfuse_rag.library.embedder import Embedder
+from qcfuse_rag.library.mean_pooling import BATCH_TEXTS, MeanPoolingModel
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_vectors_are_those_of_sentence_transformers(own: MeanPoolingModel, refer
 def test_the_default_model_does_not_import_sentence_transformers() -> None:
     program = (
         "import sys; from qcfuse_rag.bundled import default_embedder; "
-        "from qcfuse_rag.retrieval.embedder import Embedder; print(Embedder(default_embedder())(['a']).shape); "
+        "from qcfuse_rag.library.embedder import Embedder; print(Embedder(default_embedder())(['a']).shape); "
         "sys.exit('sentence_transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError
+from qcfuse_rag.library.mean_pooling import MeanPoolingModel
 from qcfuse_rag.models.hub import fetch_options, unreachable_reason
-from qcfuse_rag.retrieval.mean_pooling import MeanPoolingModel
 
 
 class Embedder:

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import QCFuseError
 from qcfuse_rag.evaluation.questions import read_samples
-from qcfuse_rag.ingestion import readers as read
-from qcfuse_rag.ingestion.readers import TextSplitting, read_passages, skipped_files
+from qcfuse_rag.library import readers as read
+from qcfuse_rag.library.readers import TextSplitting, read_passages, skipped_files
 from tests.support.cases import cases
 from tests.support.passages import PASSAGES
 

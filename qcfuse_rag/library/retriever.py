@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from qcfuse_rag.retrieval.embedder import Embedder
-from qcfuse_rag.retrieval.index import IndexedPassage, PassageIndex, embedder_source
-from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
+from qcfuse_rag.library.embedder import Embedder
+from qcfuse_rag.library.index import IndexedPassage, PassageIndex, embedder_source
+from qcfuse_rag.library.retrieval_log import RetrievalLog
 
 HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
 """Matches a Markdown heading."""

@@ -11,8 +11,8 @@ import pytest
 
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.retrieval import index as module
-from qcfuse_rag.retrieval.index import METADATA, IndexedPassage, PassageIndex
+from qcfuse_rag.library import index as module
+from qcfuse_rag.library.index import METADATA, IndexedPassage, PassageIndex
 
 OLD = PassageIndex("M", [IndexedPassage("a", "old")], np.zeros((1, 2), np.float32))
 NEW = PassageIndex("M", [IndexedPassage("a", "new")], np.ones((1, 2), np.float32))

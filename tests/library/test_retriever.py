@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag.retrieval.embedder import Embedder
-from qcfuse_rag.retrieval.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
-from qcfuse_rag.retrieval.retriever import QUERY_CHARACTERS, Retriever
+from qcfuse_rag.library.embedder import Embedder
+from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
+from qcfuse_rag.library.retriever import QUERY_CHARACTERS, Retriever
 
 TEXTS = {
     "harbour.md": "A remote that does not answer is not asked again for 30 seconds.",

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from qcfuse_rag.cli.library.job_lock import RECORD_NAME
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.retrieval.index import DATA_FILE, METADATA, PART, PassageIndex
-from qcfuse_rag.retrieval.retrieval_log import FILE_NAME as LOG_NAME
-from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
+from qcfuse_rag.library.index import DATA_FILE, METADATA, PART, PassageIndex
+from qcfuse_rag.library.jobs import RECORD_NAME
+from qcfuse_rag.library.retrieval_log import FILE_NAME as LOG_NAME
+from qcfuse_rag.library.retrieval_log import RetrievalLog
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.disk_settings import read_settings
