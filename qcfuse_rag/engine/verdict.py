@@ -302,6 +302,4 @@ def verdict_problem(verdict: Verdict | None, method: Method) -> str | None:
 
 def fixed_ratio(method: Method) -> float | None:
     """Return the ratio that the user fixed; None if the verdict chooses it, or the method has none."""
-    if isinstance(method.budget, FixedRatio) and not isinstance(method.budget, VerifiedRatio):
-        return method.budget.ratio
-    return None
+    return method.budget.ratio if isinstance(method.budget, FixedRatio) else None

@@ -41,8 +41,24 @@ class FixedRatio:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedRatio(FixedRatio):
-    """The share that the verdict beside the store recommends; `ratio` until there is a verdict.
+class VerifiedRatio:
+    """The ratio that the verdict beside the store recommends; `FusionEngine.load` puts that `FixedRatio` in its place.
 
-    `FusionEngine.load` replaces it by the recommended `FixedRatio`, see `engine.verdict`.
+    Attributes:
+        default: fraction in [0, 1] until there is a verdict.
     """
+
+    default: float
+
+    @property
+    def ratio(self) -> float:
+        """The default."""
+        return self.default
+
+    def tokens(self, reused_tokens: int) -> int:
+        """Return the number of `reused_tokens` to recompute at the default ratio."""
+        return FixedRatio(self.default).tokens(reused_tokens)
+
+
+Ratio = FixedRatio | VerifiedRatio
+"""The budgets that are a share of the reused tokens."""

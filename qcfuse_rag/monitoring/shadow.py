@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from qcfuse_rag.background_thread import BackgroundThread
-from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.budgets import FixedRatio, Ratio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill
 from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
@@ -164,7 +164,7 @@ class Shadow:
             if self._full_prefill:
                 return requested.as_full_prefill
             raised = self._ratio
-            ratio = requested.budget.ratio if isinstance(requested.budget, FixedRatio) else None
+            ratio = requested.budget.ratio if isinstance(requested.budget, Ratio) else None
             self._method_ratio = ratio or self._method_ratio
         if raised is None or ratio is None or ratio >= raised:
             return requested

@@ -10,7 +10,7 @@ from qcfuse_rag.bundled import paragraphs
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.exactness_check import measure_exactness
 from qcfuse_rag.engine.verdict import EXACTNESS, Check, Trial, Verdict, method_digest
-from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
+from qcfuse_rag.fusion.budgets import FixedRatio, Ratio, VerifiedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.residuals import ResidualKernel
@@ -144,7 +144,7 @@ def _can_correct(lm: LanguageModel, method: Method) -> bool:
 
     The GPU's kernels and recorded passes have no bias and move no tokens: one such request would slow the whole batch.
     """
-    has_ratio = isinstance(method.budget, FixedRatio)
+    has_ratio = isinstance(method.budget, Ratio)
     return lm.device.type == "cpu" and method.base is not None and method.layer_hook is None and has_ratio
 
 
