@@ -275,19 +275,7 @@ class Corpus:
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Start bringing passages into the store's nearest tier; returns at once."""
-        self._store.prefetch(self._keys_of(texts, None))
-
-    def hint_next(self, texts: Iterable[str], *, steps: int = 1, method: Method | None = None) -> None:
-        """Announce passages that a request will need `steps` requests from now; returns at once.
-
-        For chains of questions whose next retrievals are known early (KVFlow, arXiv 2507.07400; see
-        `store.backends.hints`): the passages are brought into the nearest tier and kept there before others until they
-        were used. A second hint moves them; passages that are not stored are harmless.
-
-        Raises:
-            ValueError: if `steps` is less than 1.
-        """
-        self._store.hint(self._keys_of(texts, method), steps=steps)
+        self._store.prefetch(self._keys_of(texts))
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
         """Return the keys of a passage's token ids, one for each base; none for an empty passage."""
@@ -343,8 +331,8 @@ class Corpus:
             if warmed:  # a library that cannot be written and is warm already stays as it is
                 raise
 
-    def _keys_of(self, texts: Iterable[str], method: Method | None) -> list[ChunkKey]:
-        bases = (method or self._method).bases
+    def _keys_of(self, texts: Iterable[str]) -> list[ChunkKey]:
+        bases = self._method.bases
         # A prompt's first passage may be read under any of the bases, the others under the method's own.
         return [
             key

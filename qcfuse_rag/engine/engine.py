@@ -256,7 +256,6 @@ class FusionEngine:
             PromptTooLong: if prompt and answer exceed the context window.
         """
         with self._watch.prefill(self.method, method) as watched:
-            self.store.advance()
             if self.corpus.evict_removed():
                 self.prefixes.clear()
             lease = None if prefixes is None else prefixes.lease(prompt, watched.method)

@@ -18,7 +18,6 @@ from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.backends.base import KVStore
-from qcfuse_rag.store.regular_file import read_text
 
 FOLDER = "verdicts"
 VERSION = 4
@@ -250,7 +249,7 @@ def _read(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:
         return None
     path = verdict_path(store.folder, lm.fingerprint.digest, method_digest(lm, store, method))
     try:
-        data = json.loads(read_text(path))
+        data = json.loads(path.read_text())
         if data["version"] != VERSION:
             return None
         tried = tuple(map(Trial.from_dict, data["tried"]))

@@ -18,7 +18,6 @@ from qcfuse_rag.runtime.attention.dense import dense_attention_name
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
-from qcfuse_rag.store.regular_file import read_text
 
 TIMED_ROWS = 512
 """Rows of a recorded pass that cost `Costs.recorded_row_s` each: the device reads weights for about as long as it
@@ -156,7 +155,7 @@ def costs_path(lm: LanguageModel, store: KVStore, recorded: bool = False) -> Pat
 def read_costs(path: Path) -> Costs | None:
     """Read a file of `save_costs`; None if it does not exist, is damaged, or lacks a cost."""
     try:
-        data = json.loads(read_text(path))
+        data = json.loads(path.read_text())
         kinds = asdict(Costs(0.0, 0.0, near_load_s=0.0))
         values: dict[str, Any] = {name: type(kind)(data[name]) for name, kind in kinds.items()}
         return Costs(**values)

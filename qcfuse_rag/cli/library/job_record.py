@@ -15,7 +15,6 @@ from qcfuse_rag.cli.console import duration, print_json, print_line
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.jobs import RECORD_NAME
 from qcfuse_rag.store.backends.disk_files import process_has_ended, process_namespace
-from qcfuse_rag.store.regular_file import read_text
 
 SAVE_INTERVAL_S = 1.0
 
@@ -45,7 +44,7 @@ class JobRecord:
         """Read the record of a library's last job."""
         path = folder / RECORD_NAME
         try:
-            return cls(folder, **json.loads(read_text(path)))
+            return cls(folder, **json.loads(path.read_text()))
         except FileNotFoundError as error:
             raise QCFuseError(f"there is no warming job in {folder}; start one with `qcfuse warm run`") from error
         except (OSError, ValueError, TypeError, RecursionError) as error:

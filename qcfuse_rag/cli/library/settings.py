@@ -17,7 +17,6 @@ from qcfuse_rag.methods import choose_method, default_method
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.store.prefill_base import Base
-from qcfuse_rag.store.regular_file import read_text
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct (the default)"
 
@@ -56,7 +55,7 @@ class LibrarySettings:
         library = library_of(folder)
         path = library / SETTINGS_NAME
         try:
-            kept = json.loads(read_text(path))
+            kept = json.loads(path.read_text())
             wording = kept.pop("template")
             known = {field.name for field in fields(cls)}
             return cls(

@@ -224,25 +224,8 @@ class KVStore(ABC):
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:  # noqa: B027 - a store with one tier has nothing to do
         """Start copying entries to the nearest tier; returns at once. Does nothing if there is only one tier."""
 
-    def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:  # noqa: B027 - most stores evict by past uses
-        """Announce entries that will be used in so many steps; returns at once.
-
-        They are copied to the nearest tier. If that is in memory, they are evicted only after all other entries, until
-        they were used or entries needed sooner take their place. Keys without an entry are harmless.
-
-        Raises:
-            ValueError: if `steps` is less than 1.
-        """
-
-    def advance(self) -> None:  # noqa: B027
-        """Advance by one of the steps that hints are counted in."""
-
     def evict_removed(self, addresses: Iterable[str]) -> None:  # noqa: B027
         """Remove from memory what another process removed from the store, such as a forgotten document."""
-
-    def admits(self, key: ChunkKey, chunk: ChunkKV) -> bool:
-        """Return whether a chunk of a farther tier fits without evicting entries that are needed sooner."""
-        return True
 
     def flush(self) -> None:  # noqa: B027 - most stores write at once
         """Wait until all chunks are in the farthest tier.

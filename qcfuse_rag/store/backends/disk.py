@@ -25,7 +25,6 @@ from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import MappedFile, check_key, open_chunk
 from qcfuse_rag.store.key import ChunkKey, address_of
-from qcfuse_rag.store.regular_file import read_text
 
 
 class DiskStore(KVStore):
@@ -332,7 +331,7 @@ class DiskStore(KVStore):
         models = {}
         for path in (self.files.folder / "models").glob("*.json"):
             try:
-                models[path.stem] = Fingerprint(**json.loads(read_text(path))).fields()
+                models[path.stem] = Fingerprint(**json.loads(path.read_text())).fields()
             except (OSError, ValueError, TypeError, RecursionError):
                 continue  # it only explains misses
         return models

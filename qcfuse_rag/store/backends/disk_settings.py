@@ -16,7 +16,6 @@ from qcfuse_rag.store.entry.codec import ENCRYPTED, PREAMBLE, Preamble
 from qcfuse_rag.store.entry.encryption import SECRET_VARIABLE, TENANT_SECRET_VARIABLE, StoreCipher
 from qcfuse_rag.store.entry.reader import MappedFile, open_header
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
-from qcfuse_rag.store.regular_file import read_text
 
 PLAIN_FIX = (
     f"a program with a secret refuses plain entries: warm into another folder, or unset {SECRET_VARIABLE}; for a "
@@ -155,7 +154,7 @@ def read_settings(folder: Path) -> StoreSettings | None:
     """
     path = folder / "store.json"
     try:
-        kept = json.loads(read_text(path))
+        kept = json.loads(path.read_text())
         known = {field.name for field in fields(StoreSettings)}
         return StoreSettings(**{name: value for name, value in kept.items() if name in known})
     except FileNotFoundError:

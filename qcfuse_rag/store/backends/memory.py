@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,6 @@ import torch
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.backends.eviction import EntryUsage, eviction_policy
-from qcfuse_rag.store.backends.hints import EXPECTED, Hints
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
@@ -66,7 +65,6 @@ class MemoryStore(KVStore):
         self._device, self._pinned = torch.device(device), pinned
         self._worth = eviction_policy(eviction)
         self._entries: dict[str, MemoryEntry] = {}
-        self._hints = Hints()
         self._size = self._hits = self._misses = self._evicted = self._discarded = 0
         self._lock = threading.Lock()
 
@@ -78,7 +76,6 @@ class MemoryStore(KVStore):
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk or a miss."""
         with self._lock:
-            self._hints.used(key.address)
             entry = self._entries.get(key.address)
             if entry is None or entry.chunk.expired:
                 self._misses += 1
@@ -112,7 +109,7 @@ class MemoryStore(KVStore):
             self._remove(key.address)
             while self._size + size > self._limit:
                 evictable = (address for address, entry in self._entries.items() if not entry.pinned)
-                self._remove(min(evictable, key=self._rank))
+                self._remove(min(evictable, key=lambda address: self._worth(self._entries[address].usage)))
                 self._evicted += 1
             self._entries[key.address] = MemoryEntry(key, copied, usage, pinned)
             self._size += size
@@ -163,27 +160,6 @@ class MemoryStore(KVStore):
                 entry.pinned = pinned
             return entry is not None
 
-    def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:
-        """Evict these entries last until they were used, even if they come later; see `store.backends.hints`."""
-        self._hints.add([key.address for key in keys], steps)
-
-    def advance(self) -> None:
-        """Advance by one step."""
-        self._hints.advance()
-
-    def admits(self, key: ChunkKey, chunk: ChunkKV) -> bool:
-        """Return whether a chunk fits beside pinned entries and those expected as soon or sooner."""
-        if not self._hints:
-            return True
-        size, urgency = chunk.nbytes, max(self._hints.urgency(key.address), EXPECTED)
-        with self._lock:
-            staying = [
-                entry
-                for address, entry in self._entries.items()
-                if entry.pinned or self._hints.urgency(address) >= urgency
-            ]
-            return sum(entry.usage.size_bytes for entry in staying) + size <= self._limit
-
     def stats(self) -> list[StoreStats]:
         """Return contents and counters."""
         with self._lock:
@@ -193,10 +169,6 @@ class MemoryStore(KVStore):
     def health(self) -> list[Health]:
         """Return that memory works."""
         return [Health(self.kind, ok=True)]
-
-    def _rank(self, address: str) -> tuple[float, float]:
-        """Return the order of eviction, the smallest first: by hints, then by the policy."""
-        return self._hints.urgency(address), self._worth(self._entries[address].usage)
 
     def _remove(self, address: str) -> bool:
         if address not in self._entries:

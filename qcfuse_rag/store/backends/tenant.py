@@ -100,14 +100,6 @@ class TenantStore(KVStore):
         """Start copying the tenant's entries to the nearest tier."""
         self.store.prefetch([self._with_token(key) for key in keys])
 
-    def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:
-        """Announce entries of the tenant that will be used."""
-        self.store.hint([self._with_token(key) for key in keys], steps=steps)
-
-    def advance(self) -> None:
-        """Advance by one step, for all tenants."""
-        self.store.advance()
-
     def evict_removed(self, addresses: Iterable[str]) -> None:
         """Remove from memory what another process removed from the store."""
         self.store.evict_removed(addresses)

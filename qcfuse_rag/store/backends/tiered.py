@@ -69,14 +69,12 @@ class TieredStore(KVStore):
         self.far.note_use(address)
 
     def _promote(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the chunk from the far tier, and copy it near unless entries needed sooner would be evicted."""
+        """Return the chunk from the far tier, and copy it near."""
         queued = self._queue and self._queue.get(key.address)
         chunk = queued[1] if queued else self.far.get(key)
         if isinstance(chunk, Miss):
             return chunk
         try:
-            if not self.near.admits(key, chunk):
-                return chunk
             self.near.put(key, chunk)  # reads and checks every block
         except CorruptEntry as error:
             self.far.discard(key, reason=str(error))
@@ -186,16 +184,6 @@ class TieredStore(KVStore):
         finally:
             with self._lock:
                 self._prefetching.discard(key.address)
-
-    def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:
-        """Keep entries in the near tier until they were used, and start copying those that are not there."""
-        expected = list(keys)
-        self.near.hint(expected, steps=steps)
-        self.prefetch(expected)
-
-    def advance(self) -> None:
-        """Advance by one step."""
-        self.near.advance()
 
     def evict_removed(self, addresses: Iterable[str]) -> None:
         """Remove from the near tier what the next tier no longer has; a remote is not asked."""
