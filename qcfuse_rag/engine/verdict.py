@@ -11,7 +11,6 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.caller_warnings import warn_caller
 from qcfuse_rag.errors import QCFuseError, Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
-from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.models.fingerprint import digest
@@ -63,14 +62,12 @@ class Trial:
         label: the candidate in words, such as `ratio 0.15`.
         ratio: share of reused tokens recomputed; None if the method's selector decides.
         checks: all checks.
-        calibration: the biases that readers were corrected by; None for none.
         residuals: whether reused tokens moved with recomputed ones.
     """
 
     label: str
     ratio: float | None
     checks: tuple[Check, ...]
-    calibration: Calibration | None = None
     residuals: bool = False
 
     @property
@@ -93,7 +90,6 @@ class Trial:
         return {
             **{name: getattr(self, name) for name in ("label", "ratio", "passed")},
             "checks": [{**asdict(check), "passed": check.passed} for check in self.checks],
-            "calibration": None if self.calibration is None else asdict(self.calibration),
             "residuals": self.residuals,
         }
 
@@ -101,10 +97,7 @@ class Trial:
     def from_dict(cls, data: dict[str, Any]) -> Trial:
         """Read what `to_dict` returned."""
         checks = tuple(Check(**{k: v for k, v in check.items() if k != "passed"}) for check in data["checks"])
-        saved = data["calibration"]
-        biases = () if saved is None else tuple(tuple(map(float, layer)) for layer in saved["biases"])
-        calibration = None if saved is None else Calibration(biases, str(saved["prefix"]))
-        return cls(data["label"], data["ratio"], checks, calibration, bool(data["residuals"]))
+        return cls(data["label"], data["ratio"], checks, bool(data["residuals"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +120,8 @@ class Verdict:
 
     @property
     def recommended(self) -> Trial | None:
-        """The candidate with the least divergence of those that passed at the first ratio; None if none passed."""
-        passed = [trial for trial in self.tried if trial.passed]
-        cheapest = [trial for trial in passed if trial.ratio == passed[0].ratio]
-        return min(cheapest, key=lambda trial: trial.divergence, default=None)
+        """The first candidate that passed; None if none did."""
+        return next((trial for trial in self.tried if trial.passed), None)
 
     @property
     def ratio(self) -> float | None:
@@ -169,13 +160,11 @@ class Verdict:
     def covers(self, method: Method) -> bool:
         """Return whether the method, as `applied` returns it, was tried and passed."""
         runs = self.applied(method)
-        settings = (runs.ratio, runs.calibration, runs.residuals is not None)
-        return any(
-            trial.passed and (trial.ratio, trial.calibration, trial.residuals) == settings for trial in self.tried
-        )
+        settings = (runs.ratio, runs.residuals is not None)
+        return any(trial.passed and (trial.ratio, trial.residuals) == settings for trial in self.tried)
 
     def applied(self, method: Method) -> Method:
-        """Return the method as recommended: at the ratio if it leaves that to the verdict, calibrated, with residuals.
+        """Return the method as recommended: at the ratio if it leaves that to the verdict, with residuals.
 
         A method at another ratio stays as it is: what passed holds for its ratio alone.
         """
@@ -187,7 +176,7 @@ class Verdict:
         if method.ratio != trial.ratio:
             return method
         residuals = method.residuals or (ResidualKernel() if trial.residuals else None)
-        return replace(method, calibration=trial.calibration, residuals=residuals)
+        return replace(method, residuals=residuals)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -217,11 +206,10 @@ def method_digest(lm: LanguageModel, store: KVStore, method: Method) -> str:
 
     A method's parts are frozen dataclasses, so their `repr` contains everything but the critical layers; these depend
     on the model's layer profile. The quantization is the store's. The guard does not count, since `verify` ignores it,
-    nor do the ratio of a `VerifiedRatio` and the calibration, since the verdict chooses them.
+    nor does the ratio of a `VerifiedRatio`, since the verdict chooses it.
     """
     if isinstance(method.budget, VerifiedRatio):
         method = replace(method, budget=VerifiedRatio(0.0))
-    method = replace(method, calibration=None)
     probe = method.probe
     ignores_profile = probe is None or (isinstance(probe, QuestionProbe) and probe.layers != "critical")
     layers = () if ignores_profile else lm.critical_layers
@@ -252,9 +240,10 @@ def _read(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:
         data = json.loads(path.read_text())
         if data["version"] != VERSION:
             return None
-        tried = tuple(map(Trial.from_dict, data["tried"]))
-        if lm.device.type != "cpu":  # a GPU runs a method without residuals and calibration
-            tried = tuple(trial for trial in tried if not trial.residuals and trial.calibration is None)
+        # Earlier versions also tried methods with a correction (`calibration`) that is no longer there.
+        tried = tuple(Trial.from_dict(trial) for trial in data["tried"] if trial.get("calibration") is None)
+        if lm.device.type != "cpu":  # a GPU runs a method without residuals
+            tried = tuple(trial for trial in tried if not trial.residuals)
         return Verdict(data["fingerprint"], data["method"], data["label"], data["date"], tried) if tried else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

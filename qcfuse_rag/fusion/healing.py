@@ -12,7 +12,6 @@ verified in speculative decoding (VeriCache, arXiv 2605.17613), without a second
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import takewhile
 
 import torch
@@ -193,7 +192,6 @@ class Healing:
         """Compute the whole prompt anew, in one pass; return `[vocabulary]` float32 logits of the first token."""
         lm, length = self._runner.lm, len(self._prompt)
         plan = RowsPlan.between(0, length, lm.device, lm.sliding)
-        self.buffer = replace(self.buffer, reader_bias=None)
         logits = forward_rows(lm, torch.tensor(self._prompt.ids, device=lm.device), plan, self.buffer)
         self.healed, self._expected = length, []
         self._expect(logits[None], ())
@@ -226,19 +224,16 @@ class Healing:
         ids = [self._prompt.ids[row] if row < length else answer[row - length] for row in rows]
         tokens = to_device(torch.tensor(ids), lm.device)
         plan = RowsPlan.of(torch.tensor(rows), lm.sliding, device=lm.device)
-        bias = self.buffer.reader_bias
-        # Rows of the pass see the exact keys that the pass writes.
-        buffer = self.buffer if bias is None else replace(self.buffer, reader_bias=bias.behind(stop))
         if not kept:
-            runner.prefills.forward_hidden(tokens, plan, buffer, depth=lm.n_layers)
+            runner.prefills.forward_hidden(tokens, plan, self.buffer, depth=lm.n_layers)
             logits = torch.empty(0)
         elif kept == 1:
-            logits = runner.prefills.forward_rows(tokens, plan, buffer)[None]
+            logits = runner.prefills.forward_rows(tokens, plan, self.buffer)[None]
         else:
-            logits = forward_logits(lm, tokens, plan, buffer, last=kept)
+            logits = forward_logits(lm, tokens, plan, self.buffer, last=kept)
         if healed_logits:
             self._expect(logits[:healed_logits], answer[: first_index + healed_logits - 1])
-        self.healed, self.buffer = stop, buffer
+        self.healed = stop
         if step and stop == last:  # the last token's row has seen exact positions only
             self._expect(logits[-1:], answer)
             self.healed = last + 1

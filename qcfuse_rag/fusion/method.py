@@ -7,7 +7,6 @@ from typing import Literal, Protocol
 
 from qcfuse_rag.fusion.adapters import Adapter, ReadsBases
 from qcfuse_rag.fusion.budgets import Budget, FixedRatio
-from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.guard import Guard
 from qcfuse_rag.fusion.probes import Probe
 from qcfuse_rag.fusion.selectors import Selection, SelectNone, Selector
@@ -55,8 +54,6 @@ class Method:
         layer_hook: makes the hook between the layers of the fused pass; None for no hook.
         context: the reused tokens that recomputed tokens see: `all`, or only those `selected` with them.
         guard: decides when to compute everything instead; None never does.
-        calibration: corrects the attention that the prompt's end and the answer pay to reused tokens; None does not.
-            Methods with a layer hook or sets nested over layers are not corrected.
         residuals: adds estimated corrections to the keys and values of passage tokens that are not recomputed, on a
             CPU; None does not. Methods with a layer hook or nested sets are not corrected.
     """
@@ -70,7 +67,6 @@ class Method:
     layer_hook: LayerHookFactory | None = None
     context: Literal["all", "selected"] = "all"
     guard: Guard | None = None
-    calibration: Calibration | None = None
     residuals: ResidualKernel | None = None
 
     @property

@@ -236,8 +236,6 @@ class PrefillAttempt:
                 hook = NestedRows(selection.positions, selection.until)
             elif method.layer_hook is not None:
                 hook = method.layer_hook.make_hook(fused, candidates, selection, scores, budget)
-        if method.calibration is not None and hook is None:
-            fused.calibrate(method.calibration.reader_bias(fused, candidates, len(selection.positions)))
         if method.residuals is not None and hook is None:
             fused.spread_residuals(method.residuals, candidates, selection.positions)
         logits, recomputed = yield from recompute(fused, candidates, selection, hook, method.context, self.part_rows)

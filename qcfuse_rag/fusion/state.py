@@ -20,7 +20,6 @@ from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, WaitInterval
 from qcfuse_rag.runtime.loading.source import LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.residuals import ResidualKernel, ResidualSpread
-from qcfuse_rag.runtime.rows import ReaderBias
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
@@ -147,10 +146,6 @@ class FusedPrompt:
             self.loader.wait()
         return replace(self.loading_buffer, wait_for_layer=None)
 
-    def calibrate(self, bias: ReaderBias | None) -> None:
-        """Correct the attention of all rows that are computed behind the passages from now on."""
-        self.loading_buffer = replace(self.loading_buffer, reader_bias=bias)
-
     def spread_residuals(self, kernel: ResidualKernel, candidates: Sequence[PlacedChunk], selected: Tensor) -> None:
         """Correct passage tokens that are not recomputed, by estimated residuals, in all passes until `stop_spreading`.
 
@@ -190,15 +185,6 @@ class FusedPrompt:
     def placed_chunks(self) -> list[PlacedChunk]:
         """The placed passages, without the system prefix."""
         return [placed for placed in self.placed if placed.span.segment.role is Role.CHUNK]
-
-    @property
-    def inexact_prefix_passages(self) -> list[tuple[int, int]]:
-        """Ranges of passages that an earlier request has computed and that are not full prefill's."""
-        return [
-            (max(span.start, self.prefix_exact), min(span.stop, self.prefix_tokens))
-            for span in self.prompt.chunks
-            if span.start < self.prefix_tokens and span.stop > self.prefix_exact
-        ]
 
     def probe_rows(self, *, suffix: bool = False) -> Tensor:
         """Return the rows that ask: all text that is not stored, up to the end of the question.

@@ -168,8 +168,8 @@ class Shadow:
             self._method_ratio = ratio or self._method_ratio
         if raised is None or ratio is None or ratio >= raised:
             return requested
-        # A verdict's calibration and residuals are for the verdict's own ratio only.
-        return replace(requested, budget=FixedRatio(raised), calibration=None, residuals=None)
+        # A verdict's residuals are for the verdict's own ratio only.
+        return replace(requested, budget=FixedRatio(raised), residuals=None)
 
     def note(self, prefilled: Prefilled, method: Method) -> None:
         """Count a request that a method fused, and queue one of every `settings.every` for comparison."""

@@ -23,7 +23,7 @@ from transformers import Cache
 
 from qcfuse_rag.models.rope import KVShape
 from qcfuse_rag.runtime.residuals import ResidualSpread
-from qcfuse_rag.runtime.rows import PlannedLayer, ReaderBias, RowsPlan
+from qcfuse_rag.runtime.rows import PlannedLayer, RowsPlan
 
 SPARE_BYTES = 1 << 30
 POOL_ALIGNMENT = 64
@@ -46,7 +46,6 @@ class KVBuffer:
         values: per layer `[B, Hkv, capacity, Dv]`.
         wait_for_layer: called with a layer's index before a pass writes or reads the layer; returns when the layer's
             stored chunks are placed. None if nothing is being loaded.
-        reader_bias: corrects the attention of every row that is computed behind the passages; None leaves it as it is.
         residuals: adds estimated corrections to the keys and values of passage tokens that are not recomputed; None
             leaves them as they were stored.
     """
@@ -54,7 +53,6 @@ class KVBuffer:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     wait_for_layer: Callable[[int], None] | None = None
-    reader_bias: ReaderBias | None = None
     residuals: ResidualSpread | None = None
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,8 +87,6 @@ def model_inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any
         buffer: of the same number of sequences.
     """
     sequences = ids if ids.dim() == 2 else ids[None]
-    if buffer.reader_bias is not None and plan.visible is None and plan.length > buffer.reader_bias.first_row:
-        plan = replace(plan, reader_bias=buffer.reader_bias)
     return planned_inputs(sequences, plan.rows[None].expand(len(sequences), -1), buffer.cache(plan), plan)
 
 

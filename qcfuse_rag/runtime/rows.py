@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,32 +19,6 @@ from qcfuse_rag.runtime.device import to_device
 
 MAX_CACHED_MASK_BYTES = 4 << 20
 """Largest additive mask of a block that is kept for later layers."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReaderBias:
-    """Corrects how much attention the rows behind the passages pay to passages that are not exact.
-
-    A head's bias is added to its scores of rows at positions >= `first_row` on keys at positions `start <= p < stop`;
-    see `verification.calibration`. Rows of the passages themselves have no bias.
-
-    Attributes:
-        by_layer: `[n_layers, Hq]` float32, on the model's device.
-        first_row: the first position behind the passages.
-        start: the first biased key.
-        stop: the key after the last biased one, at most `first_row`.
-    """
-
-    by_layer: Tensor
-    first_row: int
-    start: int
-    stop: int
-
-    def behind(self, exact: int) -> ReaderBias | None:
-        """Return the bias when all positions before `exact` hold full prefill's keys; None if nothing is left of it."""
-        if exact <= self.start:
-            return self
-        return None if exact >= self.stop else replace(self, start=exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +78,6 @@ class RowsPlan:
         observe: called in every layer before attention, with the layer's queries and keys; probes use it.
         windows: per layer the sliding window in tokens or None, for models that do not pass it to attention.
         on_host: the rows on the CPU, or None if the host does not know them. Reading `rows` waits for the device.
-        reader_bias: correction of the attention that rows behind the passages pay to them, or None.
         row_blocks: the blocks that layers share, by `visible_key` and sliding window; see `attention.row_blocks`.
     """
 
@@ -114,7 +87,6 @@ class RowsPlan:
     observe: Observer | None = None
     windows: Sequence[int | None] | None = None
     on_host: Tensor | None = None
-    reader_bias: ReaderBias | None = None
     row_blocks: dict[tuple[int, int | None], list[RowBlock]] = field(default_factory=dict)
     _visible_on_device: dict[int, Tensor] = field(default_factory=dict)
 

@@ -82,7 +82,7 @@ def passage_cases(engine: FusionEngine, texts: Sequence[str], size: int) -> list
 
 
 def fit_cases(texts: Sequence[str], size: int) -> list[Case]:
-    """Build cases of random passages, to fit a calibration on; the same arguments give the same cases.
+    """Build cases of random passages; the same arguments give the same cases.
 
     The question is about some words in the middle of one of the passages, which no case of `passage_cases` asks about.
     """

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.teacher_forcing import greedy_answers
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
-from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.verification.answers import GreedyAnswer, answer_text, compare_greedy_answers
-from qcfuse_rag.verification.calibration import fit_calibration, passage_odds
 from qcfuse_rag.verification.checks import Case, Comparison, string_match
 
 KEPT_BYTES = 4 << 30
@@ -84,23 +81,6 @@ class ReferenceAnswers:
                 comparisons.append(Comparison(answer.divergence, score, reference.score))
             del prefilled  # frees keys and values before the next group
         return comparisons
-
-    def calibrate(self, cases: Sequence[Case], method: Method) -> Calibration | None:
-        """Fit a method's calibration on cases of one kind; None if the method corrects none of their prompts."""
-        lm, prefix_ids = self._engine.lm, self._engine.prompts.prefix_ids
-        heads = int(lm.model.config.get_text_config().num_attention_heads)
-        zeros = ((0.0,) * heads,) * lm.n_layers
-        uncorrected = replace(method, calibration=Calibration(zeros, hash_ids(prefix_ids)))
-        full_odds: list[Tensor] = []
-        fused_odds: list[Tensor] = []
-        for group in self._groups(self._references(cases)):
-            for reference, full, (ids, _) in self._answered(group):
-                fused = self._prefill(reference, uncorrected)
-                bias = fused.buffer.reader_bias
-                if bias is not None:
-                    for odds, prefilled in ((full_odds, full), (fused_odds, fused)):
-                        odds.append(passage_odds(lm, prefilled.prompt, prefilled.buffer, ids, bias.start))
-        return fit_calibration(prefix_ids, full_odds, fused_odds) if fused_odds else None
 
     def _references(self, cases: Sequence[Case]) -> list[Reference]:
         return [Reference(case, MemoryStore(UNLIMITED, numbers=self._engine.store.numbers)) for case in cases]

@@ -18,7 +18,6 @@ from qcfuse_rag.verification.checks import (
     Case,
     VerifyLimits,
     answer_checks,
-    fit_cases,
     passage_cases,
     ruler_cases,
 )
@@ -72,10 +71,8 @@ def verify(
 ) -> Verdict:
     """Compare a method's answers with full prefill's, from the smallest ratio up to the first that passes.
 
-    A ratio that fails is tried once more with residuals, see `runtime.residuals`. What passes is tried once more with a
-    calibration, which is fitted on other prompts of the same passages, unless the method corrects none of them. If that
-    passes too, the trial with less divergence is recommended. The engine's store is not used, and nothing is stored.
-    The method's guard is ignored, so every prompt is fused.
+    A ratio that fails is tried once more with residuals, see `runtime.residuals`. The engine's store is not used, and
+    nothing is stored. The method's guard is ignored, so every prompt is fused.
 
     Args:
         engine: its model, template and number format count; its method does not.
@@ -93,11 +90,8 @@ def verify(
     if not tried_methods:
         raise ValueError("name at least one ratio to try")
     groups = _cases(engine, texts, settings)
-    to_fit = fit_cases(texts or paragraphs(), settings.size) if _can_calibrate(engine.lm, method) else []
     moves = _can_move(engine.lm, method)
-    judged, fitted = sum(map(len, groups.values())), len(to_fit)
-    trials = len(tried_methods) * (1 + moves) + bool(to_fit)
-    done, total = 0, judged * (1 + trials) + 2 * fitted
+    done, total = 0, sum(map(len, groups.values())) * (1 + len(tried_methods) * (1 + moves))
 
     def advance() -> None:
         nonlocal done
@@ -114,19 +108,15 @@ def verify(
     def judge(label: str, candidate: Method) -> None:
         comparisons = {kind: answers.compare(group, candidate) for kind, group in references.items()}
         checks = (exactness, *answer_checks(comparisons, settings.limits))
-        tried.append(Trial(label, candidate.ratio, checks, candidate.calibration, candidate.residuals is not None))
+        tried.append(Trial(label, candidate.ratio, checks, candidate.residuals is not None))
 
     for label, candidate in tried_methods:
         judge(label, candidate)
         if not tried[-1].passed and moves:
             label, candidate = f"{label} with residuals", replace(candidate, residuals=ResidualKernel())
             judge(label, candidate)
-        if not tried[-1].passed:
-            continue
-        calibration = answers.calibrate(to_fit, candidate) if to_fit else None
-        if calibration is not None:
-            judge(f"{label}, calibrated", replace(candidate, calibration=calibration))
-        break
+        if tried[-1].passed:
+            break
     if progress is not None:
         progress(done, done)
     name = f"{method.name} over {method.base.name}" if method.base else method.name
@@ -139,30 +129,14 @@ def verify(
     )
 
 
-def _can_correct(lm: LanguageModel, method: Method) -> bool:
-    """Return whether a method may have residuals and a calibration: one with a ratio, without a layer hook, on a CPU.
-
-    The GPU's kernels and recorded passes have no bias and move no tokens: one such request would slow the whole batch.
-    """
-    has_ratio = isinstance(method.budget, Ratio)
-    return lm.device.type == "cpu" and method.base is not None and method.layer_hook is None and has_ratio
-
-
-def _can_calibrate(lm: LanguageModel, method: Method) -> bool:
-    """Return whether to fit a calibration of a method, see `fusion.calibration`.
-
-    A method whose sets of rows are nested over layers has no reader bias; `ReferenceAnswers.calibrate` returns None.
-    """
-    alike = len({(shape.kv_heads, shape.key_dim) for shape in lm.shapes}) == 1
-    return alike and _can_correct(lm, method)
-
-
 def _can_move(lm: LanguageModel, method: Method) -> bool:
     """Return whether to try a method with residuals, see `runtime.residuals`.
 
-    A method that has residuals already, or recomputes no token, is not.
+    Only on a CPU: the GPU's kernels and recorded passes move no tokens, and one such request would slow the whole
+    batch. A method with a layer hook, without a ratio, with residuals already, or that recomputes no token, is not.
     """
-    return method.residuals is None and method.ratio != 0 and _can_correct(lm, method)
+    is_plain = method.base is not None and method.layer_hook is None and method.residuals is None
+    return lm.device.type == "cpu" and is_plain and isinstance(method.budget, Ratio) and method.ratio != 0
 
 
 def _cases(engine: FusionEngine, texts: Sequence[str], settings: VerifySettings) -> dict[str, list[Case]]:

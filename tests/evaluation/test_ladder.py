@@ -33,12 +33,12 @@ def test_everything_recomputed_is_full_prefill_and_less_is_not(
     app = typer.Typer()
     app.command()(to_command(ladder))
     out, plot = tmp_path / "ladder.json", tmp_path / "ladder.png"
-    arguments = [str(library), "--model", model_folder, "--ratios", "0.1,1", "--residuals", "--fit", "2"]
+    arguments = [str(library), "--model", model_folder, "--ratios", "0.1,1", "--residuals"]
     arguments += ["--answer-tokens", "6"]
     shown = CliRunner().invoke(app, [*arguments, "--json", str(out), "--plot", str(plot)], catch_exceptions=False)
     assert shown.exit_code == 0
     figures = json.loads(out.read_text())["figures"]
-    kinds = ("", " calibrated", " residuals", " residuals calibrated")
+    kinds = ("", " residuals")
     assert list(figures) == [ratio + kind for ratio in ("0.1", "1") for kind in kinds]
     assert all(len(values) == 2 for rung in figures.values() for values in rung.values())
     for rung in (f"1{kind}" for kind in kinds):

@@ -13,13 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
-from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.guard import IN_FULL, PrefillEstimate
 from qcfuse_rag.fusion.prefix_cache import KeptSequence, PrefixCache
 from qcfuse_rag.prompts.segments import Role, Segment
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.costs import Costs
-from qcfuse_rag.store.key import hash_ids
 from tests.support.engines import METHOD, make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -126,19 +124,6 @@ def test_the_same_question_again_computes_one_row(keeping: FusionEngine) -> None
     assert (again.report.rows, again.report.prefix_tokens) == (1, len(prompt) - 1)
     assert again.usage.reused_tokens == len(prompt) - 1
     assert len(keeping.prefixes) == 1
-
-
-def test_readers_of_passages_of_an_earlier_turn_stay_calibrated(keeping: FusionEngine) -> None:
-    prompt, lm = keeping.prompt(QUESTION, PASSAGES), keeping.lm
-    biases = torch.randn(lm.n_layers, lm.model.config.num_attention_heads, generator=torch.Generator().manual_seed(0))
-    numbers = tuple(tuple(layer) for layer in biases.tolist())
-    calibration = Calibration(numbers, hash_ids(keeping.prompts.prefix_ids))
-    method = replace(METHOD, calibration=calibration)
-    first = keeping.stream(prompt, PARAMS, method=method)
-    first.result()
-    again = keeping.stream(prompt, PARAMS, method=method)
-    assert again.prefilled.report.prefix_tokens == len(prompt) - 1
-    assert torch.allclose(again.prefilled.logits, first.prefilled.logits, atol=1e-4)
 
 
 def test_edited_history_reuses_what_comes_before_the_edit(keeping: FusionEngine) -> None:

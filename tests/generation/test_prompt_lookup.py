@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from qcfuse_rag import FusionEngine, LanguageModel, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, SamplingParams
 from qcfuse_rag.engine.scheduler import Scheduler
-from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.generation.prompt_lookup import CREDIT, SAVED, PromptLookup, prompt_lookup
-from qcfuse_rag.store.key import hash_ids
 from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -110,13 +108,6 @@ class TestAnswers:
         known = len(prompt) + len(ids) - 1
         for ours, theirs in zip(looked_up.prefilled.buffer.keys, plain.prefilled.buffer.keys, strict=True):
             assert torch.allclose(ours[:, :, :known], theirs[:, :, :known], atol=1e-4)
-
-    def test_a_calibrated_answer_is_the_same(self, engine: FusionEngine) -> None:
-        n_heads, n_layers = engine.lm.model.config.num_attention_heads, engine.lm.n_layers
-        biases = Calibration(((0.5,) * n_heads,) * n_layers, hash_ids(engine.prompts.prefix_ids))
-        method, prompt = replace(make_method("reuse"), calibration=biases), engine.prompt(QUESTION, PASSAGES)
-        looked_up, plain = (engine.generate(prompt, params, method=method) for params in (BY_LOOKUP, BY_STEPS))
-        assert looked_up.ids == plain.ids
 
     @pytest.mark.parametrize("others", [0, 1, 3])
     def test_served_answers_are_the_same_alone_and_among_others(self, engine: FusionEngine, others: int) -> None:

@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, ShadowSettings, make_method
-from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.monitoring.shadow import InFlight
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.residuals import ResidualKernel
-from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import seams
 from tests.support.passages import PASSAGES, QUESTION
@@ -131,18 +129,15 @@ def test_sustained_drift_is_answered(served: FusionEngine, on_drift: str, ratio:
     assert report.ratio == (1.0 if in_full else ratio or 0.1)
 
 
-def test_a_raised_ratio_has_neither_calibration_nor_residuals(served: FusionEngine) -> None:
-    """A verdict's calibration and residuals are for the verdict's own ratio only."""
-    biases = ((0.5,) * served.lm.model.config.num_attention_heads,) * served.lm.n_layers
-    calibration = Calibration(biases, hash_ids(served.prompts.prefix_ids))
-    served.method = replace(QCFUSE, calibration=calibration, residuals=ResidualKernel())
+def test_a_raised_ratio_has_no_residuals(served: FusionEngine) -> None:
+    """A verdict's residuals are for the verdict's own ratio only."""
+    served.method = replace(QCFUSE, residuals=ResidualKernel())
     shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=1, on_drift="raise"))
     prompt = served.prompt(QUESTION, PASSAGES)
-    assert served.prefill(prompt).buffer.reader_bias is not None
+    served.prefill(prompt)
     assert shadow.wait(30)
     raised = served.prefill(prompt)
     assert raised.report.ratio == 0.2
-    assert raised.buffer.reader_bias is None
     assert shadow.method(served.method).residuals is None
 
 

@@ -24,7 +24,6 @@ from qcfuse_rag.engine.verdict import (
 )
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
-from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.methods.auto import DEFAULT_RATIO
 from qcfuse_rag.runtime.costs import read_costs
@@ -202,15 +201,20 @@ def test_the_verdict_on_the_fixed_ratio_itself_counts_before_that_on_the_open_ra
     )
 
 
-def test_a_calibrated_trial_covers_the_calibrated_method_alone(kept: FusionEngine) -> None:
-    calibrated = replace(trial(0.15, 0.1), calibration=Calibration(((0.5,),), "prefix"))
-    result = verdict(kept, AUTO, trial(0.15, 0.3), calibrated, trial(0.3, 2.0))
-    assert result.applied(AUTO).calibration == calibrated.calibration
-    assert result.covers(AUTO)
-    assert result.covers(result.applied(AUTO)), "an engine is asked again with the method that it took"
-    other = replace(make_method("auto", ratio=0.2), calibration=calibrated.calibration)
-    assert not result.covers(other)
-    assert not result.covers(make_method("auto", ratio=0.3)), "it was tried and failed"
+@pytest.mark.parametrize(("plain", "ratio"), [(0.1, 0.15), (2.0, None)], ids=["passed without", "failed without"])
+def test_of_an_old_verdict_the_trials_that_can_be_run_count(
+    kept: FusionEngine, tmp_path: Path, plain: float, ratio: float | None
+) -> None:
+    """Earlier versions added biases to scores, and recommended them where they diverged less."""
+    path = verdict(kept, AUTO, trial(0.15, plain)).save(tmp_path)
+    saved = json.loads(path.read_text())
+    biased = trial(0.15, 0.01).to_dict() | {"calibration": {"biases": [[0.5]], "prefix": "p"}}
+    saved["tried"] = [saved["tried"][0] | {"calibration": None}, biased]
+    path.write_text(json.dumps(saved))
+    found = find_verdict(kept.lm, kept.store, AUTO)
+    assert found is not None
+    assert found.ratio == ratio
+    assert (verdict_problem(found, AUTO) is None) == (ratio is not None)
 
 
 def test_residuals_that_passed_are_used_at_their_ratio(kept: FusionEngine) -> None:
@@ -228,10 +232,7 @@ def test_residuals_that_passed_are_used_at_their_ratio(kept: FusionEngine) -> No
 def test_a_gpu_takes_from_a_verdict_only_what_it_can_run(
     kept: FusionEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calibrated = replace(trial(0.15, 0.1), calibration=Calibration(((0.5,),), "prefix"))
-    verdict(kept, AUTO, trial(0.1, 2.0), replace(trial(0.1, 0.1), residuals=True), trial(0.15, 0.2), calibrated).save(
-        tmp_path
-    )
+    verdict(kept, AUTO, trial(0.1, 2.0), replace(trial(0.1, 0.1), residuals=True), trial(0.15, 0.2)).save(tmp_path)
     on_a_cpu = find_verdict(kept.lm, kept.store, AUTO)
     assert on_a_cpu is not None
     assert on_a_cpu.ratio == 0.1

@@ -23,7 +23,7 @@ STUDIES = {
     "joined-text": "Compare passages kept apart with passages found in a joined text.",
     "kernel-floors": "Time the kernels on this GPU beside torch and their lower bounds.",
     "kvsharearena": "Answer frozen questions of KVShareArena; the performance gap that each method recovers.",
-    "ladder": "Compare `auto` at several ratios, calibrated or not, with full prefill's answers.",
+    "ladder": "Compare `auto` at several ratios with full prefill's answers.",
     "loading": "Compare loading during the computation with loading before it.",
     "overhead": "Measure the share of CPU time outside matrix products and attention.",
     "primers": "Compare primers of one to eight passages by whole answers of `auto`.",

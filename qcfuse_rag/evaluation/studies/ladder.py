@@ -1,4 +1,4 @@
-"""The ladder of `auto`: what each ratio leaves of full prefill's answers, plain, with residuals, and calibrated."""
+"""The ladder of `auto`: what each ratio leaves of full prefill's answers, plain and with residuals."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.generation.teacher_forcing import greedy_answer
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.verification.answers import answer_text, compare_greedy_answers
-from qcfuse_rag.verification.checks import fit_cases
-from qcfuse_rag.verification.references import ReferenceAnswers
 from qcfuse_rag.verification.samples import Sample
 
 Figures = dict[str, dict[str, list[float]]]
@@ -34,14 +32,10 @@ Figures = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True, slots=True)
 class LadderOptions:
-    """The ratios, whether residuals are tried too, the prompts to fit a calibration on, and the answer's token limit.
-
-    With `fit` 0 nothing is calibrated.
-    """
+    """The ratios, whether residuals are tried too, and the answer's token limit."""
 
     ratios: tuple[float, ...]
     residuals: bool
-    fit: int
     answer_tokens: int
 
 
@@ -50,24 +44,22 @@ def ladder(
     files: DataFiles,
     ratios: str = "0.05,0.15,0.3",
     residuals: bool = False,
-    fit: int = 8,
     answer_tokens: int = 24,
     plot: Path | None = None,
 ) -> StudyResult:
-    """Compare `auto` at several ratios, calibrated or not, with full prefill: on whole answers, and in time.
+    """Compare `auto` at several ratios with full prefill: on whole answers, and in time.
 
     `residuals` tries each ratio with residuals too.
-    Each file is a library of its own: calibrations are fitted on prompts made of its passages, never on its questions.
     Divergences run along full prefill's greedy answer, in nats a token. Differences are paired, with 95 % bootstrap
     intervals.
     """
-    options = LadderOptions(tuple(float(ratio) for ratio in ratios.split(",")), residuals, fit, answer_tokens)
+    options = LadderOptions(tuple(float(ratio) for ratio in ratios.split(",")), residuals, answer_tokens)
     figures: Figures = {}
     with load_engine(files.model) as engine:
         name = engine.lm.name
         for path in files.data:
             samples = replace(files, data=[path]).examples()
-            methods = _methods(engine, samples, options)
+            methods = _methods(options)
             for sample in run.track(samples):
                 _measure(engine, sample, methods, options, figures)
                 engine.store.clear()
@@ -77,24 +69,14 @@ def ladder(
     return StudyResult({"model": name, "figures": figures}, [_table(figures)])
 
 
-def _methods(engine: FusionEngine, samples: Sequence[Sample], options: LadderOptions) -> dict[str, Method]:
-    """Return the methods to compare by name; calibrations are fitted on the samples' passages."""
-    passages = list(dict.fromkeys(text for sample in samples for text in sample.passages))
-    uncalibrated = {
+def _methods(options: LadderOptions) -> dict[str, Method]:
+    return {
         f"{ratio:g}{' residuals' if residuals else ''}": make_method(
             "auto", ratio=ratio, residuals=residuals, guard=False
         )
         for ratio in options.ratios
         for residuals in ((False, True) if options.residuals else (False,))
     }
-    methods: dict[str, Method] = {}
-    answers = ReferenceAnswers(engine, next(iter(uncalibrated.values())), lambda: None)
-    to_fit = fit_cases(passages, options.fit)
-    for name, method in uncalibrated.items():
-        methods[name] = method
-        if to_fit:
-            methods[f"{name} calibrated"] = replace(method, calibration=answers.calibrate(to_fit, method))
-    return methods
 
 
 def _measure(

@@ -28,7 +28,7 @@ def prompt_lookup(
     """Answer each question with and without candidates, in turns; greedy answers end where the model ends them.
 
     The demonstration's questions over the documents that MiniLM finds nearest, by `auto`; with `--long-answers` the
-    questions that calibrations are fitted on, whose answers are longer. A first question, which is not counted, warms
+    questions about random passages, whose answers are longer. A first question, which is not counted, warms
     up.
     """
     method = make_method("auto", ratio=ratio, guard=False)

@@ -19,7 +19,7 @@ from qcfuse_rag.runtime.attention.dense import causal_attention, chosen_backends
 from qcfuse_rag.runtime.attention.row_blocks import ROWS_PER_BLOCK, row_blocks_of
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import explicit_attention
-from qcfuse_rag.runtime.rows import AttentionParams, ReaderBias, RowBlock, RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowBlock, RowsPlan
 from qcfuse_rag.runtime.step_plan import StepPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
@@ -107,9 +107,8 @@ def rows_attention(  # noqa: PLR0913 called by transformers
     visible = fusion.visible_at(layer)
     if visible is not None:
         key, value = key.index_select(2, visible), value.index_select(2, visible)
-    bias = fusion.reader_bias
     sparse = len(fusion.rows) < fusion.length
-    if visible is None and sparse and bias is None and supports_kernels(query, value):
+    if visible is None and sparse and supports_kernels(query, value):
         from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
 
         return sparse_attention(query, key, value, fusion.rows, params), None
@@ -117,13 +116,8 @@ def rows_attention(  # noqa: PLR0913 called by transformers
     for block in row_blocks_of(fusion, layer, window):
         q = query[:, :, block.start : block.stop]
         k, v = key[:, :, block.start_key : block.stop_key], value[:, :, block.start_key : block.stop_key]
-        biased_mask = None
-        if bias is not None and fusion.rows[block.stop - 1] >= bias.first_row:
-            biased_mask = _biased_mask(fusion.rows[block.start : block.stop], block, bias, layer)
         if _is_plain(params):
-            outputs.append(_fast_attention(q, k, v, block, scaling, biased_mask))
-        elif biased_mask is not None:
-            outputs.append(explicit_attention(q, k, v, biased_mask, params))
+            outputs.append(_fast_attention(q, k, v, block, scaling))
         else:
             outputs += _explicit_block(q, k, v, block, params)
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -148,20 +142,15 @@ def _step_attention(query: Tensor, plan: StepPlan, layer: int, params: Attention
         row_query = query[index : index + 1]
         key, value = (side[layer][:, :, start:stop] for side in (buffer.keys, buffer.values))
         block = RowBlock(0, 1, start, stop, mask=None, causal=False)
-        mask = None
-        if buffer.reader_bias is not None and position >= buffer.reader_bias.first_row:
-            mask = _biased_mask(plan.rows[index], block, buffer.reader_bias, layer)
         if _is_plain(params):
-            out = _fast_attention(row_query, key, value, block, params.scaling, mask)
+            out = _fast_attention(row_query, key, value, block, params.scaling)
         else:
-            out = explicit_attention(row_query, key, value, mask, params)
+            out = explicit_attention(row_query, key, value, None, params)
         outputs.append(out.transpose(1, 2))
     return torch.cat(outputs).contiguous()
 
 
-def _fast_attention(
-    query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float, biased_mask: Tensor | None = None
-) -> Tensor:
+def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float) -> Tensor:
     """Run fused attention on one block, without repeating keys over the heads of a group.
 
     Args:
@@ -170,38 +159,15 @@ def _fast_attention(
         value: `[B, Hkv, K, Dv]`.
         block: the rows and the keys.
         scaling: factor on the scores.
-        biased_mask: `[1, Hq, R, K]`, added to the scores instead of the block's mask; for one request only.
     """
-    if block.causal and biased_mask is None:
+    if block.causal:
         return causal_attention(query, key, value, scaling)
     batch, heads, rows, dim = query.shape
-    kv_heads, keys = key.shape[1:3]
-    groups = heads // kv_heads
-    mask: Tensor | None = None
-    if biased_mask is not None:
-        mask = biased_mask.to(query.dtype).view(1, kv_heads, groups * rows, keys)
-    elif block.mask is not None:
-        mask = block.additive(query.dtype, groups)
+    kv_heads = key.shape[1]
+    mask = None if block.mask is None else block.additive(query.dtype, heads // kv_heads)
     # A group's query heads become rows and share one read of the keys.
     out = torch_attention(query.reshape(batch, kv_heads, -1, dim), key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, rows, value.shape[-1])
-
-
-def _biased_mask(rows: Tensor, block: RowBlock, bias: ReaderBias, layer: int) -> Tensor:
-    """Return the additive mask `[1, Hq, R, K]` of a block with its reading rows' bias; every position is visible.
-
-    Args:
-        rows: `[R]` positions of the block's rows.
-        block: the rows and the range of their keys.
-        bias: the bias of all layers.
-        layer: the layer.
-    """
-    positions = torch.arange(block.start_key, block.stop_key, device=rows.device)
-    biased = (rows >= bias.first_row)[:, None] & ((positions >= bias.start) & (positions < bias.stop))[None, :]
-    mask = biased * bias.by_layer[layer][:, None, None]
-    if block.mask is not None:
-        mask = mask.masked_fill(~block.mask, float("-inf"))
-    return mask[None]
 
 
 def _explicit_block(

@@ -94,9 +94,8 @@ class DecodeRunner:
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]) -> Tensor:
         """Compute the next row of each request; see `runtime.decode_step.forward_step`."""
-        graphs = self._graphs if all(buffer.reader_bias is None for buffer in buffers) else {}
-        fitting = [count for count in graphs if count >= len(tokens)]
-        logits = self._replay(graphs[min(fitting)], tokens, positions, buffers) if fitting else None
+        fitting = [count for count in self._graphs if count >= len(tokens)]
+        logits = self._replay(self._graphs[min(fitting)], tokens, positions, buffers) if fitting else None
         return forward_step(self._lm, tokens, positions, buffers) if logits is None else logits
 
     def compile(self, requests: Sequence[int] = REQUESTS) -> None:

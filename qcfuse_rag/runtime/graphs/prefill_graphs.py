@@ -88,7 +88,7 @@ class PrefillRunner:
     ) -> Tensor:
         """Compute rows through all layers; see `runtime.forward.forward_rows`. A hooked pass is never replayed."""
         logits = None
-        if hooked_pass is None and buffer.reader_bias is None:
+        if hooked_pass is None:
             logits = self._replay(ids, plan, lambda graphs: graphs.logits(ids, plan, buffer))
         return forward_rows(self._lm, ids, plan, buffer, hooked_pass) if logits is None else record_stream(logits)
 
@@ -98,7 +98,7 @@ class PrefillRunner:
     ) -> None:
         """Compute rows through some layers; see `runtime.forward.forward_hidden`."""
         done = None
-        if hooked_pass is None and buffer.reader_bias is None:
+        if hooked_pass is None:
             done = self._replay(ids, plan, lambda graphs: graphs.hidden(ids, plan, buffer, depth))
         if not done:
             forward_hidden(self._lm, ids, plan, buffer, depth=depth, hooked_pass=hooked_pass)
