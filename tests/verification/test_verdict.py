@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +25,6 @@ from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.methods.auto import DEFAULT_RATIO
-from qcfuse_rag.runtime.costs import read_costs
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
@@ -98,15 +96,6 @@ def test_a_damaged_verdict_is_none(kept: FusionEngine, tmp_path: Path, damage: s
     path = verdict(kept, QCFUSE).save(tmp_path)
     path.write_text(damage)
     assert find_verdict(kept.lm, kept.store, QCFUSE) is None
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes")
-def test_a_pipe_in_its_place_is_none_and_nobody_waits(kept: FusionEngine, tmp_path: Path) -> None:
-    path = verdict(kept, QCFUSE).save(tmp_path)
-    path.unlink()
-    os.mkfifo(path)
-    assert find_verdict(kept.lm, kept.store, QCFUSE) is None
-    assert read_costs(path) is None
 
 
 @pytest.mark.parametrize("change", [{"version": 1}, {"tried": []}], ids=["first version", "nothing tried"])
