@@ -12,7 +12,6 @@ from .ingestion.summary import WarmSummary as WarmSummary
 from .methods import METHODS as METHODS
 from .methods import choose_method as choose_method
 from .methods import make_method as make_method
-from .monitoring.shadow import ShadowSettings as ShadowSettings
 from .prompts.segments import Prompt as Prompt
 from .prompts.template import PromptTemplate as PromptTemplate
 from .runtime.language_model import LanguageModel as LanguageModel
@@ -23,5 +22,6 @@ from .store.backends.remote import RemoteStore as RemoteStore
 from .store.backends.tenant import TenantStore as TenantStore
 from .store.backends.tiered import TieredStore as TieredStore
 from .store.factory import open_store as open_store
+from .verification.watch import ShadowSettings as ShadowSettings
 
 __version__: str

@@ -9,7 +9,6 @@ from typing import Any
 from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, print_note, size
-from qcfuse_rag.engine.exactness_check import measure_exactness
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.methods import METHODS
 from qcfuse_rag.models.fingerprint import Fingerprint
@@ -17,6 +16,7 @@ from qcfuse_rag.runtime.attention.dense import dense_attention_name
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.verification.exactness import measure_exactness
 
 
 def describe_methods() -> list[dict[str, Any]]:

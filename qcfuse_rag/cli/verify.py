@@ -10,12 +10,12 @@ from qcfuse_rag.cli.console import OUT, print_json, print_line, progress_bar
 from qcfuse_rag.cli.library.open_engine import open_engine
 from qcfuse_rag.cli.library.settings import LibrarySettings
 from qcfuse_rag.cli.measuring_options import VerifyOptions
-from qcfuse_rag.engine.verdict import EXACTNESS, Check, Trial, Verdict
 from qcfuse_rag.library.folder import existing_store_folder, index_folder, open_library_store
 from qcfuse_rag.library.index import METADATA, PassageIndex
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.verification.checks import VerifyLimits
 from qcfuse_rag.verification.sweep import VerifySettings, verify
+from qcfuse_rag.verification.verdict import EXACTNESS, Check, Trial, Verdict
 
 
 def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from qcfuse_rag.cluster.pool import Columns, connect, map_with_workers
-from qcfuse_rag.engine.kept_check import check_exact_once
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.batch_prefill import Batch, BatchPrefiller, BatchResult
 from qcfuse_rag.ingestion.target import Ids, PrefillTarget
@@ -25,6 +24,7 @@ from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.entry.encryption import environment_secret
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.prefill_base import BASES
+from qcfuse_rag.verification.exactness import check_exact_once
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, WarmJob, with_prerequisites
 from qcfuse_rag.methods.relaycaching import StoredAnswer, store_answer
 from qcfuse_rag.prompts.builder import PromptBuilder
+from qcfuse_rag.prompts.recognition import PassageSignatures
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
-from qcfuse_rag.store.documents.passage_signatures import PassageSignatures
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import FRAMED, Base

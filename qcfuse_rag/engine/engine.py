@@ -10,10 +10,8 @@ from typing import Any, Self, Unpack
 
 from qcfuse_rag.engine.corpus import Corpus, WarmSettings
 from qcfuse_rag.engine.first_passes import measure_overhead, run_first_passes
-from qcfuse_rag.engine.opening import open_parts
-from qcfuse_rag.engine.recognition import build_among_turns, recognise
+from qcfuse_rag.engine.opening import VerdictPolicy, open_parts
 from qcfuse_rag.engine.system_prefixes import SystemPrefixes
-from qcfuse_rag.engine.verdict import Verdict, VerdictPolicy
 from qcfuse_rag.fusion.estimate import rows_if_stored
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill_in_parts
@@ -24,16 +22,17 @@ from qcfuse_rag.generation.decode import Generation, TextStream
 from qcfuse_rag.generation.sampling import Sampler, SamplingParams
 from qcfuse_rag.ingestion.summary import WarmSummary
 from qcfuse_rag.methods import choose_method
-from qcfuse_rag.monitoring.prefill_watch import PrefillWatch
-from qcfuse_rag.monitoring.shadow import Shadow, ShadowSettings
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.length_limit import require_short
+from qcfuse_rag.prompts.recognition import build_among_turns, recognise
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_profile import LayerProfile
 from qcfuse_rag.runtime.runner import LOAD_LIMIT_S, ModelRunner
 from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.verification.verdict import Verdict
+from qcfuse_rag.verification.watch import PrefillWatch, Shadow, ShadowSettings
 
 
 class FusionEngine:
@@ -115,7 +114,7 @@ class FusionEngine:
             weights: `model` (in the dtype), `float16` or `int8` (on CPUs), or `auto`; see
                 `models.load.load_model`.
             check: compare the engine with the model's own code on a few tokens before it is trusted. A comparison that
-                has passed is kept, see `engine.kept_check`; `qcfuse models check` always compares.
+                has passed is kept, see `verification.exactness`; `qcfuse models check` always compares.
             profile: a file from `qcfuse profile` that says which layers are critical. By default the `profile.json` in
                 the store's folder, if there is one and it is of this model; else `profile_ignored` says why not.
             verdict: what to do without a passing verdict of `qcfuse verify` on this model and method in the store's
@@ -143,6 +142,10 @@ class FusionEngine:
         if lm.device.type == "cuda" if compiled is None else compiled:
             engine.compile()
         return engine
+
+    def over(self, store: KVStore, method: Method) -> FusionEngine:
+        """Return an engine of this model and wording over another store, which it takes over."""
+        return FusionEngine(self.lm, store, template=self.prompts.template, method=method)
 
     def warm(self, texts: Iterable[str], **settings: Unpack[WarmSettings]) -> WarmSummary:
         """Prefill passages into the store, leaving alone those that are there; see `Corpus.warm`."""
@@ -332,7 +335,7 @@ class FusionEngine:
         self._watch.observe(observer)
 
     def watch(self, settings: ShadowSettings | None = None) -> Shadow:
-        """Compare some requests with full prefill from now on, while no request is prefilled; see `monitoring.shadow`.
+        """Compare some requests with full prefill from now on, while no request is prefilled; see `verification.watch`.
 
         Only requests that name no method of their own are watched. An earlier watch ends.
         """

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from qcfuse_rag.engine.kept_check import check_exact_once
-from qcfuse_rag.engine.verdict import Verdict, VerdictPolicy, require_verdict
-from qcfuse_rag.errors import Unverified
+from qcfuse_rag.engine.caller_warnings import warn_caller
+from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_profile import LayerProfileLookup, find_profile
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.factory import open_store
+from qcfuse_rag.verification.exactness import check_exact_once
+from qcfuse_rag.verification.verdict import Verdict, find_verdict, verdict_problem
+
+VerdictPolicy = Literal["warn", "require", "ignore"]
+"""How loading treats a method without a passing verdict."""
 
 
 class OpenedParts(NamedTuple):
@@ -65,3 +69,26 @@ def open_parts(
             opened.close()
         raise
     return OpenedParts(lm, opened, method if verdict is None else verdict.applied(method), verdict, lookup)
+
+
+def require_verdict(lm: LanguageModel, store: KVStore, method: Method, policy: VerdictPolicy) -> Verdict | None:
+    """Return the verdict on a model, a store and a method; warn or raise if the method did not pass.
+
+    Full prefill needs no verdict. A store without a folder cannot keep a verdict, so there is no warning.
+
+    Args:
+        lm: the model.
+        store: the verdict is read from its folder.
+        method: the method.
+        policy: without a passing verdict, warn, raise an error, or do nothing.
+
+    Raises:
+        Unverified: if a passing verdict is required and absent.
+    """
+    verdict = find_verdict(lm, store, method)
+    problem = verdict_problem(verdict, method)
+    if problem is not None and policy == "require":
+        raise Unverified(problem)
+    if problem is not None and policy == "warn" and store.folder is not None:
+        warn_caller(problem, UnverifiedMethod)
+    return verdict

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-UNSOUGHT = "no passages were looked for"
-"""The beginning of a fallback where a text was not searched for passages; the reason follows a colon."""
-
 
 @dataclass(frozen=True, slots=True)
 class Lookup:

@@ -3,23 +3,52 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Protocol
 
 from qcfuse_rag.bundled import corpus
-from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.verdict import Check
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.ingestion.neighbours import nearest_chunks, token_vectors
-from qcfuse_rag.monitoring.divergence import AnswerDivergence
+from qcfuse_rag.prompts.builder import PromptBuilder
+from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.runner import ModelRunner
+from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.verification.divergence import AnswerDivergence
 from qcfuse_rag.verification.ruler import generate
 from qcfuse_rag.verification.samples import Example
+from qcfuse_rag.verification.verdict import Check
 
 PASSAGES_PER_CASE = 4
 """Passages in a prompt of `passage_cases`."""
 OPENING_WORDS = 8
 PASSAGE_ANSWER_TOKENS = 24
 """Tokens of an answer to a prompt of `passage_cases` that are compared."""
+
+
+class Engine(Protocol):
+    """What verification needs of a `FusionEngine`, which imports this package."""
+
+    lm: LanguageModel
+    store: KVStore
+    runner: ModelRunner
+    prompts: PromptBuilder
+
+    def over(self, store: KVStore, method: Method) -> Engine:
+        """Return an engine of the same model and wording over another store."""
+
+    def warm(self, texts: Iterable[str], *, bases: Iterable[Base] | None = None, others: Iterable[str] = ()) -> object:
+        """Prefill passages into the store; `others` may be their neighbours."""
+
+    def prompt(self, question: str, passages: Sequence[str] = ()) -> Prompt:
+        """Assemble a prompt."""
+
+    def prefill(self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0) -> Prefilled:
+        """Bring a prompt to its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +68,7 @@ class Case:
     expected: tuple[str, ...] = ()
 
 
-def ruler_cases(engine: FusionEngine, task: str, size: int, tokens: int, texts: Sequence[str] = ()) -> list[Case]:
+def ruler_cases(engine: Engine, task: str, size: int, tokens: int, texts: Sequence[str] = ()) -> list[Case]:
     """Build cases of a RULER-style task, see `verification.ruler`, in prompts of `tokens` tokens with the answer.
 
     Numbers are hidden in `texts`, by default the demonstration's.
@@ -52,7 +81,7 @@ def ruler_cases(engine: FusionEngine, task: str, size: int, tokens: int, texts: 
 
 
 def ruler_examples(
-    engine: FusionEngine, task: str, size: int, tokens: int, haystack: Sequence[str], seed: int = 0
+    engine: Engine, task: str, size: int, tokens: int, haystack: Sequence[str], seed: int = 0
 ) -> list[Example]:
     """Generate a RULER-style task for an engine's tokenizer and prompt template, see `verification.ruler`."""
     tokenizer = engine.lm.tokenizer.backend_tokenizer
@@ -64,7 +93,7 @@ def ruler_examples(
     return generate(task, size, tokens=tokens, count=count, haystack=haystack, seed=seed, overhead_tokens=overhead)
 
 
-def passage_cases(engine: FusionEngine, texts: Sequence[str], size: int) -> list[Case]:
+def passage_cases(engine: Engine, texts: Sequence[str], size: int) -> list[Case]:
     """Build cases of passages that are likely to be retrieved together.
 
     The question is about the opening words of one of the passages. There is no known answer.

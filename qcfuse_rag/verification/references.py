@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.teacher_forcing import greedy_answers
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
-from qcfuse_rag.verification.answers import GreedyAnswer, answer_text, compare_greedy_answers
-from qcfuse_rag.verification.checks import Case, Comparison, string_match
+from qcfuse_rag.verification.checks import Case, Comparison, Engine, string_match
+from qcfuse_rag.verification.divergence import GreedyAnswer, answer_text, compare_greedy_answers
 
 KEPT_BYTES = 4 << 30
 """Most bytes of warmed passages that are kept for the next candidates; the passages beyond are prefilled again."""
@@ -51,7 +50,7 @@ class ReferenceAnswers:
         advance: called after each prefill that is compared or kept.
     """
 
-    def __init__(self, engine: FusionEngine, method: Method, advance: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, method: Method, advance: Callable[[], None]) -> None:
         self._engine, self._method, self._advance = engine, method, advance
         self._kept_bytes = 0
 
@@ -94,7 +93,7 @@ class ReferenceAnswers:
     def _prefill(self, reference: Reference, method: Method) -> Prefilled:
         """Warm the case's passages where they are not stored, and prefill its prompt."""
         case, store = reference.case, reference.store or MemoryStore(UNLIMITED, numbers=self._engine.store.numbers)
-        engine = FusionEngine(self._engine.lm, store, template=self._engine.prompts.template, method=self._method)
+        engine = self._engine.over(store, self._method)
         if case.passages and self._method.base is not None:
             first, rest = case.passages[:1], case.passages[1:]  # all may be neighbours of all
             engine.warm(first, others=rest)  # only a prompt's first passage is read under other bases too

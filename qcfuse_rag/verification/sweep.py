@@ -7,21 +7,21 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from qcfuse_rag.bundled import paragraphs
-from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.exactness_check import measure_exactness
-from qcfuse_rag.engine.verdict import EXACTNESS, Check, Trial, Verdict, method_digest
 from qcfuse_rag.fusion.budgets import FixedRatio, Ratio, VerifiedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.verification.checks import (
     Case,
+    Engine,
     VerifyLimits,
     answer_checks,
     passage_cases,
     ruler_cases,
 )
+from qcfuse_rag.verification.exactness import measure_exactness
 from qcfuse_rag.verification.references import ReferenceAnswers
+from qcfuse_rag.verification.verdict import EXACTNESS, Check, Trial, Verdict, method_digest
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75)
 
@@ -62,7 +62,7 @@ def candidates(method: Method, ratios: Sequence[float]) -> list[Candidate]:
 
 
 def verify(
-    engine: FusionEngine,
+    engine: Engine,
     method: Method,
     *,
     texts: Sequence[str] = (),
@@ -139,7 +139,7 @@ def _can_move(lm: LanguageModel, method: Method) -> bool:
     return lm.device.type == "cpu" and is_plain and isinstance(method.budget, Ratio) and method.ratio != 0
 
 
-def _cases(engine: FusionEngine, texts: Sequence[str], settings: VerifySettings) -> dict[str, list[Case]]:
+def _cases(engine: Engine, texts: Sequence[str], settings: VerifySettings) -> dict[str, list[Case]]:
     passages = list(texts) or paragraphs()
     return {
         "needle": ruler_cases(engine, "ruler_mv", settings.size, settings.tokens, texts),

@@ -9,9 +9,8 @@ import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, Prompt, SamplingParams, make_method
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.fusion.report import UNSOUGHT
+from qcfuse_rag.prompts.recognition import UNSOUGHT, PassageSignatures
 from qcfuse_rag.prompts.template import Turn
-from qcfuse_rag.store.documents.passage_signatures import PassageSignatures
 from tests.support import references
 from tests.support.engines import METHOD, make_engine
 from tests.support.passages import PASSAGES, QUESTION

@@ -24,7 +24,7 @@ from qcfuse_rag.evaluation.quality.tables import terminal_tables
 from qcfuse_rag.evaluation.studies.compare import compare
 from qcfuse_rag.generation.stop_criteria import end_tokens
 from qcfuse_rag.store.prefill_base import BASES
-from qcfuse_rag.verification.answers import answer_text
+from qcfuse_rag.verification.divergence import answer_text
 from qcfuse_rag.verification.samples import Example
 from tests.support import seams
 from tests.support.cli import Run

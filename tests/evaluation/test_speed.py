@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations.bitnet import BitLinear
 
 from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError, make_method
-from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.evaluation.quality.configurations import configurations
 from qcfuse_rag.evaluation.speed.ceilings import Ceilings, add_floors, row_operations, step_bytes
@@ -40,6 +39,7 @@ from qcfuse_rag.runtime.loading.load_time import LoadTimes
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.testing import example_chunk, example_key
+from qcfuse_rag.verification.exactness import stock_attention
 from tests.support import seams
 from tests.support.cli import Run
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.generation.stop_criteria import end_tokens
 from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
-from qcfuse_rag.monitoring.divergence import AnswerDivergence, compare_answers, divergence
+from qcfuse_rag.verification.divergence import AnswerDivergence, compare_answers, divergence
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION

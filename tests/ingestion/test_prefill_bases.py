@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, choose_method, make_method
-from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.ingestion.enrichment import fit_neighbours
 from qcfuse_rag.ingestion.neighbours import covering_groups, nearest_chunks, retrieved_together, token_vectors
 from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
@@ -20,6 +19,7 @@ from qcfuse_rag.ingestion.token_ranking import instruction_ids
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import BEGUN, BLIND, ENRICHED, FRAMED, Base, Ranking
+from qcfuse_rag.verification.exactness import stock_attention
 from tests.methods.test_methods import attention_of_question, best
 from tests.support import references, seams
 from tests.support.engines import make_engine

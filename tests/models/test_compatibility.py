@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.errors import ModelNotFound, UnsupportedModel
 from qcfuse_rag.models.compatibility import refuse_unsupported
 from qcfuse_rag.runtime.attention.dispatch import rows_attention
 from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.verification.exactness import check_exact
 from tests.runtime.test_attention import Layer
 from tests.support import seams
 from tests.support.families import SIZES, YARN, build_model

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, Prompt, PromptTemplate
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.prompts.joined_text import prompt_from_joined_text
+from qcfuse_rag.prompts.recognition import prompt_from_joined_text
 from qcfuse_rag.prompts.segments import Role, Segment
 from qcfuse_rag.prompts.special_tokens import MARK_CHARACTERS, RenderedText, SpecialTokenMarker, estimate_length
 from qcfuse_rag.prompts.template import Turn

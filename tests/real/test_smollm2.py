@@ -11,8 +11,8 @@ import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.bundled import corpus, questions
-from qcfuse_rag.engine.exactness_check import naive_concatenation, stock_attention
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.verification.exactness import naive_concatenation, stock_attention
 from tests.support import references, seams
 from tests.support.engines import make_engine
 
@@ -74,7 +74,7 @@ def test_a_framed_chunk_right_after_the_system_prefix_is_exact(engine: FusionEng
 
 def test_recomputing_what_the_question_needs_brings_the_answer_nearer(engine: FusionEngine) -> None:
     """Mean divergence over questions falls from no recomputation to half, which is what the method is for."""
-    from qcfuse_rag.monitoring.divergence import divergence
+    from qcfuse_rag.verification.divergence import divergence
 
     texts = list(corpus().values())[:4]
     engine.warm(texts, bases=(FRAMED,))

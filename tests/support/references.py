@@ -12,11 +12,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qcfuse_rag import LanguageModel, Prompt
-from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.verification.exactness import stock_attention
 
 Table = list[tuple[Tensor, Tensor]]
 """Per layer keys and values, `[1, Hkv, T, D]`, rotated at their positions."""

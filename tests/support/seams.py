@@ -96,10 +96,10 @@ sampler = _seam("qcfuse_rag.engine.engine.Sampler")
 verdict_check = _seam("qcfuse_rag.engine.opening.require_verdict")
 kept_bytes = _seam("qcfuse_rag.verification.references.KEPT_BYTES")
 verified_answers = _seam(
-    "qcfuse_rag.verification.references.greedy_answers", "qcfuse_rag.verification.answers.greedy_answers"
+    "qcfuse_rag.verification.references.greedy_answers", "qcfuse_rag.verification.divergence.greedy_answers"
 )
-checked_segment_tokens = _seam("qcfuse_rag.engine.exactness_check._segment_tokens")
-shadow_prefill = _seam("qcfuse_rag.monitoring.shadow.prefill")
+checked_segment_tokens = _seam("qcfuse_rag.verification.exactness._segment_tokens")
+shadow_prefill = _seam("qcfuse_rag.verification.watch.prefill")
 spare_connections = _seam("qcfuse_rag.server.http_server.SPARE_CONNECTIONS")
 counted_bytes = _seam("qcfuse_rag.server.protocol.json_body.PIECE_BYTES")
 demo_corpus = _seam("qcfuse_rag.cli.demo.command.corpus")

@@ -11,7 +11,7 @@ from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.teacher_forcing import greedy_answer, greedy_answers
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.verification.answers import compare_greedy_answers
+from qcfuse_rag.verification.divergence import compare_greedy_answers
 from tests.support import seams
 from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION

@@ -10,17 +10,17 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.engine.verdict import Trial
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.guard import BreakEven
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.teacher_forcing import greedy_answers
-from qcfuse_rag.monitoring.divergence import AnswerDivergence
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
 from qcfuse_rag.verification.checks import Case, Comparison, VerifyLimits, answer_checks, passage_cases
+from qcfuse_rag.verification.divergence import AnswerDivergence
 from qcfuse_rag.verification.references import Reference, ReferenceAnswers
 from qcfuse_rag.verification.sweep import VerifySettings, candidates, verify
+from qcfuse_rag.verification.verdict import Trial
 from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.families import build_model

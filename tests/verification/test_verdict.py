@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, make_method
-from qcfuse_rag.engine.verdict import (
-    Check,
-    Trial,
-    Verdict,
-    find_verdict,
-    method_digest,
-    require_verdict,
-    verdict_problem,
-)
+from qcfuse_rag.engine.opening import require_verdict
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.methods.auto import DEFAULT_RATIO
 from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.verification.verdict import (
+    Check,
+    Trial,
+    Verdict,
+    find_verdict,
+    method_digest,
+    verdict_problem,
+)
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 

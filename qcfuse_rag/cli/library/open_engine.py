@@ -7,9 +7,9 @@ from qcfuse_rag.cli.console import print_note, status
 from qcfuse_rag.cli.library.settings import LibrarySettings
 from qcfuse_rag.cli.options import WordingOptions
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.verdict import verdict_problem
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.verification.verdict import verdict_problem
 
 
 def open_engine(

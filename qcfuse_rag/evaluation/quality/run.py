@@ -16,10 +16,9 @@ from qcfuse_rag.evaluation.quality.offline import NeighbourPool, depends_on_neig
 from qcfuse_rag.evaluation.quality.records import Record, RecordLog, digest_of_passages
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
-from qcfuse_rag.monitoring.divergence import compare_answers
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.verification.answers import answer_text, compare_greedy_answers
+from qcfuse_rag.verification.divergence import answer_text, compare_answers, compare_greedy_answers
 from qcfuse_rag.verification.samples import Example
 
 T = TypeVar("T")

@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Cache, DynamicCache, StaticCache
 
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.engine.first_passes import measure_overhead
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.evaluation.environment import about_run, require_json_name
@@ -48,6 +47,7 @@ from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.quantization import LOSSLESS
+from qcfuse_rag.verification.exactness import stock_attention
 
 PREFIX_TOKENS, QUESTION_TOKENS = 32, 32
 FULL_CONFIGURATION = configurations(())[0]

@@ -10,13 +10,13 @@ import torch
 
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.evaluation.speed.ceilings import seconds
 from qcfuse_rag.ingestion.batch_plan import batches_by_length
 from qcfuse_rag.ingestion.warm_job import BATCH_TOKENS
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.verification.exactness import stock_attention
 
 LENGTHS = (37, 380, 64, 256, 120, 300, 90, 180, 48, 220)  # tokens of the passages, in turn
 

@@ -12,8 +12,8 @@ from qcfuse_rag.evaluation.studies.runner import FULL_PREFILL, StudyResult, Stud
 from qcfuse_rag.generation.teacher_forcing import greedy_answer
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
-from qcfuse_rag.verification.answers import answer_text, compare_greedy_answers
 from qcfuse_rag.verification.checks import string_match
+from qcfuse_rag.verification.divergence import answer_text, compare_greedy_answers
 
 METHODS = [
     FULL_PREFILL,

@@ -18,9 +18,9 @@ from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.decoder import ATTENDED
 from qcfuse_rag.generation.teacher_forcing import greedy_answer
 from qcfuse_rag.methods import make_method
-from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.verification.checks import fit_cases
+from qcfuse_rag.verification.divergence import divergence
 
 LATE = 8
 """The first answer token that is counted: healing has hardly begun before it."""

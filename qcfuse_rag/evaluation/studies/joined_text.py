@@ -11,7 +11,7 @@ from qcfuse_rag.bundled import corpus
 from qcfuse_rag.evaluation.quality.summary import mean_interval
 from qcfuse_rag.evaluation.studies.runner import FULL_PREFILL, StudyResult, StudyRun, demo_questions, load_engine
 from qcfuse_rag.methods import make_method
-from qcfuse_rag.monitoring.divergence import divergence
+from qcfuse_rag.verification.divergence import divergence
 
 JOINED = "Context information is below.\n-----\n{context}\n-----\nAnswer the query.\nQuery: {question}\nAnswer: "
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.evaluation.quality.arena_score import gap_recovered, paired_difference
 from qcfuse_rag.evaluation.quality.configurations import (
@@ -39,6 +38,7 @@ from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template_variables import template_variables
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
+from qcfuse_rag.verification.exactness import check_exact
 from qcfuse_rag.verification.samples import Example
 
 METHODS = "reuse[base=blind],auto"

@@ -23,7 +23,7 @@ from qcfuse_rag.evaluation.studies.runner import (
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.generation.teacher_forcing import greedy_answer
 from qcfuse_rag.methods import make_method
-from qcfuse_rag.verification.answers import answer_text, compare_greedy_answers
+from qcfuse_rag.verification.divergence import answer_text, compare_greedy_answers
 from qcfuse_rag.verification.samples import Sample
 
 Figures = dict[str, dict[str, list[float]]]

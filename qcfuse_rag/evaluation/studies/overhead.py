@@ -15,7 +15,6 @@ import torch
 from rich.table import Table
 from torch.nn import functional
 
-from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.evaluation.speed.ceilings import take_turns
 from qcfuse_rag.evaluation.speed.measure import random_prompt
 from qcfuse_rag.evaluation.speed.tiers import fill
@@ -26,6 +25,7 @@ from qcfuse_rag.methods import make_method
 from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
+from qcfuse_rag.verification.exactness import stock_attention
 
 TIMED_FUNCTIONS: tuple[tuple[str, ModuleType, Callable[..., Any]], ...] = (
     ("attention", functional, functional.scaled_dot_product_attention),

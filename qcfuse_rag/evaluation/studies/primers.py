@@ -23,7 +23,7 @@ from qcfuse_rag.ingestion.target import Ids, PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.store.prefill_base import FRAMED, PRIMED
-from qcfuse_rag.verification.answers import compare_greedy_answers
+from qcfuse_rag.verification.divergence import compare_greedy_answers
 from qcfuse_rag.verification.samples import Sample
 
 LENGTHS = (1, 2, 4, len(PRIMER))

@@ -10,8 +10,8 @@ from rich.table import Table
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.studies.runner import FULL_PREFILL, DataFiles, StudyResult, StudyRun, difference_cell
 from qcfuse_rag.methods import make_method
-from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.verification.divergence import divergence
 
 DEFAULT = "1/2 to 1"
 DEPTHS = {

@@ -17,10 +17,10 @@ from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.methods import make_method
-from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.quantization import STORE_FORMATS
+from qcfuse_rag.verification.divergence import divergence
 from qcfuse_rag.verification.samples import Sample
 
 METHODS = [make_method("reuse", base=FRAMED), make_method("qcfuse", ratio=0.15, base=FRAMED)]

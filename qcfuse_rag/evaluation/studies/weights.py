@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qcfuse_rag.bundled import corpus
-from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.evaluation.speed.ceilings import take_turns
 from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model
 from qcfuse_rag.models.weights.formats import LINEARS, round_weights
-from qcfuse_rag.monitoring.divergence import compare_answers
+from qcfuse_rag.verification.divergence import compare_answers
+from qcfuse_rag.verification.exactness import stock_attention
 
 CONTEXT = 256
 """Tokens in front of the rows that are timed, where these are fewer than a prompt."""

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qcfuse_rag.engine.request import RequestHandle
-from qcfuse_rag.fusion.report import UNSOUGHT, FusionReport, Lookup, describe_misses
+from qcfuse_rag.fusion.report import FusionReport, Lookup, describe_misses
 from qcfuse_rag.generation.decode import FINISH_REASONS, Generation
 from qcfuse_rag.generation.logprobs import content_logprobs
 from qcfuse_rag.generation.reasoning import AnswerPiece
 from qcfuse_rag.generation.stop_criteria import FinishReason, end_tokens
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
+from qcfuse_rag.prompts.recognition import UNSOUGHT
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 LOG = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.engine.exactness_check import INT8_TOLERANCE, measure_exactness
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
 from qcfuse_rag.models import load
 from qcfuse_rag.models.load import load_model
@@ -25,6 +24,7 @@ from qcfuse_rag.models.weights.packed_checkpoint import load_packed, save_packed
 from qcfuse_rag.models.weights.packed_linear import PackedLinear
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND
+from qcfuse_rag.verification.exactness import INT8_TOLERANCE, measure_exactness
 from tests.support import references
 from tests.support.cases import cases
 from tests.support.engines import make_engine

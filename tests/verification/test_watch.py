@@ -13,11 +13,11 @@ import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, ShadowSettings, make_method
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.monitoring.divergence import divergence
-from qcfuse_rag.monitoring.shadow import InFlight
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.verification.divergence import divergence
+from qcfuse_rag.verification.watch import InFlight
 from tests.support import seams
 from tests.support.passages import PASSAGES, QUESTION
 

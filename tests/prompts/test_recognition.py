@@ -16,9 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method, open_store
-from qcfuse_rag.prompts.segments import Role
-from qcfuse_rag.store.chunk import RANKING, ChunkKV, to_format
-from qcfuse_rag.store.documents.passage_match import (
+from qcfuse_rag.prompts.recognition import (
     ANCHOR,
     PIECES,
     PassageMatch,
@@ -26,6 +24,8 @@ from qcfuse_rag.store.documents.passage_match import (
     find_passages,
     passage_signature,
 )
+from qcfuse_rag.prompts.segments import Role
+from qcfuse_rag.store.chunk import RANKING, ChunkKV, to_format
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from qcfuse_rag.store.slice import slice_chunk

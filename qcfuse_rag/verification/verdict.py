@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.engine.caller_warnings import warn_caller
-from qcfuse_rag.errors import QCFuseError, Unverified, UnverifiedMethod
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
@@ -22,9 +21,6 @@ FOLDER = "verdicts"
 VERSION = 4
 EXACTNESS = "exactness"
 """Name of the check of the engine itself, which is the same at every ratio."""
-
-VerdictPolicy = Literal["warn", "require", "ignore"]
-"""How loading treats a method without a passing verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,29 +243,6 @@ def _read(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:
         return Verdict(data["fingerprint"], data["method"], data["label"], data["date"], tried) if tried else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-
-
-def require_verdict(lm: LanguageModel, store: KVStore, method: Method, policy: VerdictPolicy) -> Verdict | None:
-    """Return the verdict on a model, a store and a method; warn or raise if the method did not pass.
-
-    Full prefill needs no verdict. A store without a folder cannot keep a verdict, so there is no warning.
-
-    Args:
-        lm: the model.
-        store: the verdict is read from its folder.
-        method: the method.
-        policy: without a passing verdict, warn, raise an error, or do nothing.
-
-    Raises:
-        Unverified: if a passing verdict is required and absent.
-    """
-    verdict = find_verdict(lm, store, method)
-    problem = verdict_problem(verdict, method)
-    if problem is not None and policy == "require":
-        raise Unverified(problem)
-    if problem is not None and policy == "warn" and store.folder is not None:
-        warn_caller(problem, UnverifiedMethod)
-    return verdict
 
 
 def verdict_problem(verdict: Verdict | None, method: Method) -> str | None:

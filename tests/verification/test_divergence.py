@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from qcfuse_rag.monitoring.divergence import divergence
+from qcfuse_rag.verification.divergence import divergence
 
 NAN, INF = float("nan"), float("inf")
 

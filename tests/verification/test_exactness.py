@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 import qcfuse_rag
 from qcfuse_rag import LanguageModel
-from qcfuse_rag.engine import exactness_check, kept_check
-from qcfuse_rag.engine.kept_check import check_exact_once, check_identity
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.models import kept_result
+from qcfuse_rag.verification import exactness
+from qcfuse_rag.verification.exactness import check_exact_once, check_identity
 from tests.support.families import build_model
 
 
@@ -38,13 +38,13 @@ def lm(tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the fingerprints of models that are compared, as they are."""
     compared: list[str] = []
-    measure = exactness_check.measure_exactness
+    measure = exactness.measure_exactness
 
-    def count(lm: LanguageModel) -> exactness_check.ExactnessCheck:
+    def count(lm: LanguageModel) -> exactness.ExactnessCheck:
         compared.append(lm.fingerprint.digest)
         return measure(lm)
 
-    monkeypatch.setattr(exactness_check, "measure_exactness", count)
+    monkeypatch.setattr(exactness, "measure_exactness", count)
     return compared
 
 
@@ -66,7 +66,7 @@ def test_another_model_version_or_processor_is_checked_itself(
         check_exact_once(replace(lm, fingerprint=replace(lm.fingerprint, **{field: "other"})))
     check_exact_once(replace(lm, fingerprint=replace(lm.fingerprint, weight_format="int8")))
     assert len(measured) == 6
-    for module, name in ((torch, "__version__"), (kept_check.transformers, "__version__"), (qcfuse_rag, "__version__")):
+    for module, name in ((torch, "__version__"), (exactness.transformers, "__version__"), (qcfuse_rag, "__version__")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, "0.0.1")
             check_exact_once(lm)
@@ -91,7 +91,7 @@ def test_changed_code_is_another_identity(lm: LanguageModel, tmp_path: Path, mon
 def test_a_failed_check_is_not_kept(
     lm: LanguageModel, measured: list[str], assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(exactness_check.TOLERANCE, torch.float32, -1.0)
+    monkeypatch.setitem(exactness.TOLERANCE, torch.float32, -1.0)
     for _ in range(2):
         with pytest.raises(UnsupportedModel, match="does not reproduce"):
             check_exact_once(lm)
@@ -148,13 +148,13 @@ def test_a_file_in_place_of_the_folder_leaves_the_check(lm: LanguageModel, measu
 
 @pytest.mark.parametrize("tolerance", [1e-3, float("inf")])
 def test_logits_that_are_no_numbers_never_pass(tolerance: float) -> None:
-    difference = exactness_check._difference(torch.full((4,), float("nan")), torch.arange(4.0))
-    check = exactness_check.ExactnessCheck(0.0, difference, 0.0, tolerance)
+    difference = exactness._difference(torch.full((4,), float("nan")), torch.arange(4.0))
+    check = exactness.ExactnessCheck(0.0, difference, 0.0, tolerance)
     assert not check.passed
     assert json.loads(json.dumps(check.to_dict(), allow_nan=False))["question_rows"] is None
 
 
 def test_a_float32_pass_without_numbers_widens_no_tolerance(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     nan = SimpleNamespace(logits=torch.full((1, 1, 4), float("nan")))
-    monkeypatch.setattr(exactness_check, "functional_call", lambda *_: nan)
-    assert exactness_check._rounding_error(lm, [1], torch.arange(4.0)) == 0
+    monkeypatch.setattr(exactness, "functional_call", lambda *_: nan)
+    assert exactness._rounding_error(lm, [1], torch.arange(4.0)) == 0

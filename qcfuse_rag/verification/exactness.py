@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+import qcfuse_rag
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.models.kept_result import KeptResult
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.runtime.attention.dense import chosen_backends
+from qcfuse_rag.runtime.attention.dense import chosen_backends, dense_attention_name
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.model_views import model_view
 from qcfuse_rag.runtime.runner import ModelRunner
@@ -201,3 +207,44 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest difference in standard deviations; infinite if a logit is not a number."""
     difference = float((ours - theirs).abs().max() / theirs.std().clamp_min(1e-6))
     return math.inf if math.isnan(difference) else difference
+
+
+def check_exact_once(lm: LanguageModel) -> ExactnessCheck:
+    """Return the kept result of an exactness check that has passed; without one, check and keep the result.
+
+    Raises:
+        UnsupportedModel: if the engine does not reproduce the model.
+    """
+    result = KeptResult("checks", "exactness.json", check_identity(lm))
+    if (kept := _passed_check(result.read())) is not None:
+        return kept
+    check = check_exact(lm)
+    result.keep(check=check.to_dict())
+    return check
+
+
+def check_identity(lm: LanguageModel) -> dict[str, Any]:
+    """Return all that the result of a check depends on, ready for JSON."""
+    package = Path(qcfuse_rag.__file__).parent
+    return {
+        "fingerprint": lm.fingerprint.digest,
+        "architecture": type(lm.model).__name__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "qcfuse-rag": qcfuse_rag.__version__,
+        "changed": max(path.stat().st_mtime_ns for path in package.rglob("*.py")),  # for installations that are edited
+        "device": torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else str(lm.device.type),
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "kernels": unavailable_reason(lm.device, lm.dtype, lm.widest_head) or "used",
+        "attention": dense_attention_name(lm.device, lm.dtype),
+    }
+
+
+def _passed_check(kept: dict[str, Any] | None) -> ExactnessCheck | None:
+    try:
+        fields = dict((kept or {})["check"])
+        fields.pop("passed")
+        check = ExactnessCheck(**{name: float(value) for name, value in fields.items()})
+    except (ValueError, TypeError, KeyError):
+        return None
+    return check if check.passed else None
