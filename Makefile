@@ -49,12 +49,11 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 bench: setup
-	$(BIN)/qcfuse bench speed --context 1024,2048,4096
-	$(BIN)/python -m qcfuse_rag.evaluation.studies overhead
-	$(BIN)/python -m qcfuse_rag.evaluation.studies demo-quality
-	$(BIN)/python -m qcfuse_rag.evaluation.studies quantization
-	$(BIN)/qcfuse bench store
-	$(BIN)/qcfuse bench warm
+	$(BIN)/python -m benchmarks speed --context 1024,2048,4096
+	$(BIN)/python -m benchmarks overhead
+	$(BIN)/python -m benchmarks demo-quality
+	$(BIN)/python -m benchmarks store
+	$(BIN)/python -m benchmarks warm
 
 # The campaigns of docs/notes/reliability.md at full size; some 15 minutes.
 stress: setup

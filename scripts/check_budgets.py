@@ -1,6 +1,6 @@
 """Fail if a package has more lines, or the documentation more words, than its budget in budgets.toml.
 
-    python scripts/check_budgets.py [--show]
+python scripts/check_budgets.py [--show]
 """
 
 from __future__ import annotations

@@ -15,10 +15,8 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from pathlib import Path
 from types import FrameType
 
-import qcfuse_rag
 from qcfuse_rag.bundled import corpus, default_model
 
 PACKAGES = ("qcfuse_rag", "llama_index.llms.qcfuse")

@@ -13,9 +13,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from qcfuse_rag.cli.bench import bench_app
 from qcfuse_rag.cli.console import ERR, OUT, error_text, print_json, quiet_libraries, shows_tracebacks, with_full_stop
-from qcfuse_rag.cli.measuring_options import PlanOptions, ProfileOptions, VerifyOptions
 from qcfuse_rag.cli.options import (
     AskOptions,
     CorpusOptions,
@@ -24,9 +22,11 @@ from qcfuse_rag.cli.options import (
     Dtype,
     Json,
     Library,
+    PlanOptions,
     PrefixOptions,
     Question,
     ServeOptions,
+    VerifyOptions,
     WarmOptions,
     Weights,
     WeightsChoice,
@@ -47,7 +47,6 @@ warm_app = typer.Typer(help="Prefill documents into a store.", no_args_is_help=T
 app.add_typer(warm_app, name="warm")
 app.add_typer(store_app, name="store")
 app.add_typer(models_app, name="models")
-app.add_typer(bench_app, name="bench")
 
 
 @app.command()
@@ -194,16 +193,6 @@ def chat(
         from qcfuse_rag.cli.chat import chat_with_library
 
     chat_with_library(store, options, max_new_tokens=max_new_tokens)
-
-
-@app.command()
-@expand_options
-def profile(options: ProfileOptions, as_json: Json = False) -> None:
-    """Find the critical layers of a model: the layers in which questions attend to their answers."""
-    with _without_collection():
-        from qcfuse_rag.cli.profile import run_profile
-
-    run_profile(options, as_json=as_json)
 
 
 @app.command()

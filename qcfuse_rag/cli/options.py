@@ -278,6 +278,51 @@ class DemoOptions(ModelOptions):
     html: Annotated[Path | None, Option(help="HTML page to write, with the answers and a picture.")] = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions(MethodOptions):
+    """Options of `qcfuse verify`."""
+
+    ratio: Annotated[
+        float | None,
+        Option(help="Only share of reused tokens to try, 0 to 1; by default from 0.05 to the first that passes."),
+    ] = None
+    store: Annotated[
+        Path | None,
+        Option(help="Folder of a library, whose passages are used, or of a store; the verdict is saved in it."),
+    ] = None
+    size: Annotated[int, Option(min=1, help="Number of prompts of each of the three kinds.")] = 8
+    tokens: Annotated[int, Option(min=512, help="Length in tokens of the prompts with a hidden answer.")] = 1024
+    kl: Annotated[float, Option(min=0.0, help="Maximum mean divergence along answers, in nats.")] = 0.25
+    agreement: Annotated[float, Option(min=0.0, max=1.0, help="Minimum share of equal answer tokens.")] = 0.75
+    loss: Annotated[float, Option(min=0.0, max=1.0, help="Maximum share of hidden answers lost.")] = 0.1
+    tenant: Tenant = None
+
+
+class Numbers(StrEnum):
+    """Number formats of stored keys and values."""
+
+    MODEL = "model"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of `qcfuse plan`."""
+
+    nodes: Annotated[int, Option(min=1, help="Number of passages in the corpus.")]
+    model: Annotated[str, Option(help="Shape such as qwen3-8b, or a model folder or id.")]
+    tokens: Annotated[int, Option(min=1, help="Tokens per passage.")] = 384
+    gpu: Annotated[str, Option(help="GPU: a100, l40s, h100, h200, b200, or here to measure this machine.")] = "h200"
+    retrieved: Annotated[int, Option(min=1, help="Passages per request.")] = 10
+    ratio: Annotated[float, Option(min=0.0, max=1.0, help="Share of their tokens to recompute.")] = 0.15
+    numbers: Annotated[Numbers, Option(help="Number format of stored keys and values.")] = Numbers.INT8
+    reached: Annotated[
+        float, Option(min=0.01, max=1.0, help="Share of a data sheet's rates to assume; ignored with --gpu here.")
+    ] = 0.5
+    caches: Annotated[int, Option(min=1, help="Caches per passage; the default method keeps two.")] = 2
+
+
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command one parameter per field of its `options` dataclass, for Typer to read.
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 from rich.table import Table
 
+from qcfuse_rag.cli.capacity import HERE, NUMBERS, CorpusPlan, Sizing, rates_here, rates_of, shape_of, size_up
 from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, size, status
-from qcfuse_rag.cli.measuring_options import PlanOptions
-from qcfuse_rag.evaluation.capacity import HERE, NUMBERS, CorpusPlan, Sizing, rates_here, rates_of, shape_of, size_up
+from qcfuse_rag.cli.options import PlanOptions
 
 
 def plan_corpus(options: PlanOptions, *, as_json: bool) -> None:

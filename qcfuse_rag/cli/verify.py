@@ -9,7 +9,7 @@ from rich.table import Table
 from qcfuse_rag.cli.console import OUT, print_json, print_line, progress_bar
 from qcfuse_rag.cli.library.open_engine import open_engine
 from qcfuse_rag.cli.library.settings import LibrarySettings
-from qcfuse_rag.cli.measuring_options import VerifyOptions
+from qcfuse_rag.cli.options import VerifyOptions
 from qcfuse_rag.library.folder import existing_store_folder, index_folder, open_library_store
 from qcfuse_rag.library.index import METADATA, PassageIndex
 from qcfuse_rag.store.backends.memory import MemoryStore

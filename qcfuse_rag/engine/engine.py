@@ -115,7 +115,7 @@ class FusionEngine:
                 `models.load.load_model`.
             check: compare the engine with the model's own code on a few tokens before it is trusted. A comparison that
                 has passed is kept, see `verification.exactness`; `qcfuse models check` always compares.
-            profile: a file from `qcfuse profile` that says which layers are critical. By default the `profile.json` in
+            profile: a file that says which layers are critical. By default the `profile.json` in
                 the store's folder, if there is one and it is of this model; else `profile_ignored` says why not.
             verdict: what to do without a passing verdict of `qcfuse verify` on this model and method in the store's
                 folder: `warn`, `require` one, or `ignore` that there is none. A store without a folder cannot keep a

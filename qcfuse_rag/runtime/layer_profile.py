@@ -14,7 +14,7 @@ from qcfuse_rag.errors import ProfileError
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 FORMAT = "qcfuse-profile-1"
-MAKE_AGAIN = "make it again with `qcfuse profile`"
+MAKE_AGAIN = "make it again with `python -m benchmarks profile`"
 
 Labels = Literal["answers", "leave-one-out"]
 """How the evidence was found: by known answers, or by the passage that the model's own answer depends on."""
@@ -102,7 +102,7 @@ class LayerProfile:
         try:
             return cls.from_dict(json.loads(Path(path).expanduser().read_text("utf-8")))
         except FileNotFoundError as error:
-            raise ProfileError(f"there is no profile at {path}; `qcfuse profile --out {path}` makes one") from error
+            raise ProfileError(f"there is no profile at {path}; `python -m benchmarks profile` makes one") from error
         except (OSError, ValueError, RecursionError) as error:
             raise ProfileError(f"cannot read the profile {path} ({error}); {MAKE_AGAIN}") from error
 

@@ -299,7 +299,6 @@ def test_a_server_that_is_ended_closes_its_store(model_folder: str, tmp_path: Pa
     [
         (["models", "check", "MODEL", "--device", "cuda:99"], "no device 'cuda:99' here"),
         (["models", "check", "MODEL", "--device", "abacus"], "no device 'abacus' here"),
-        (["bench", "speed", "--model", "MODEL", "--context", "-5", "--out", "x.json"], "contexts, requests, chunk"),
     ],
 )
 def test_what_cannot_be_is_one_line(run: Run, model_folder: str, arguments: list[str], message: str) -> None:
@@ -322,10 +321,3 @@ def test_every_command_names_a_store_by_the_same_option() -> None:
         assert not {"folder", "library"} & {p.name for p in command.params if p.param_type_name == "argument"}, path
         if path[0] == "store":
             assert names["--store"].required, path
-
-
-def test_the_format_of_questions_is_in_the_help_of_what_reads_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    shown = run.text("bench", "quality", "--help")
-    for field in ("question", "passages", "answers", "supporting", "title"):
-        assert f"`{field}`" in shown

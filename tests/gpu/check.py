@@ -28,13 +28,13 @@ import torch
 import transformers
 from torch.nn import functional
 
+from benchmarks.speed.measure import SpeedOptions, random_prompt, run_speed
+from benchmarks.speed.shapes import random_model
+from benchmarks.speed.tiers import fill, open_tiers
 from qcfuse_rag import KVStore, LanguageModel, MemoryStore, make_method, open_store
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.first_passes import measure_overhead
-from qcfuse_rag.evaluation.speed.measure import SpeedOptions, random_prompt, run_speed
-from qcfuse_rag.evaluation.speed.shapes import random_model
-from qcfuse_rag.evaluation.speed.tiers import fill, open_tiers
 from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.guard import BreakEven, predict_fused_s
 from qcfuse_rag.fusion.pipeline import prefill
@@ -247,15 +247,15 @@ def prefetching(check: Check) -> dict[str, Any]:
 
 def floors(check: Check) -> dict[str, Any]:
     """Time the kernels beside torch and lower bounds, with other tiles."""
-    from qcfuse_rag.evaluation.studies.kernel_floors import kernel_floors
-    from qcfuse_rag.evaluation.studies.runner import StudyRun
+    from benchmarks.studies.kernel_floors import kernel_floors
+    from benchmarks.studies.runner import StudyRun
 
     return dict(kernel_floors(StudyRun(str(check.folder / "floors.json")), check.shape, tiles=True).data)
 
 
 def speed(check: Check) -> dict[str, Any]:
-    """Run `qcfuse bench speed`; its result is written after each context."""
-    from qcfuse_rag.evaluation.quality.configurations import configurations
+    """Run `python -m benchmarks speed`; its result is written after each context."""
+    from benchmarks.quality.configurations import configurations
 
     options = SpeedOptions(
         contexts=check.contexts,

@@ -15,8 +15,8 @@ import pytest
 from semantic_text_splitter import TextSplitter
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.questions import read_samples
 from qcfuse_rag import QCFuseError
-from qcfuse_rag.evaluation.questions import read_samples
 from qcfuse_rag.library import readers as read
 from qcfuse_rag.library.readers import TextSplitting, read_passages, skipped_files
 from tests.support.cases import cases

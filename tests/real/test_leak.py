@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.quality.run import gold_nll
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
-from qcfuse_rag.evaluation.quality.run import gold_nll
 from qcfuse_rag.store.prefill_base import ENRICHED
 from tests.support.engines import make_engine
 

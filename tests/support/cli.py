@@ -1,9 +1,10 @@
-"""Run `qcfuse ...` in this process."""
+"""Run `qcfuse ...` or `python -m benchmarks ...` in this process."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +15,19 @@ from qcfuse_rag.cli.app import main
 class Run:
     """Runs a command; call it for exit code, standard output and standard error."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch, self._capsys = monkeypatch, capsys
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        main: Callable[[], None] = main,
+    ) -> None:
+        self._monkeypatch, self._capsys, self._main = monkeypatch, capsys, main
 
     def __call__(self, *arguments: object) -> tuple[int, str, str]:
         self._monkeypatch.setattr(sys, "argv", ["qcfuse", *map(str, arguments)])
         self._capsys.readouterr()
         try:
-            main()
+            self._main()
             code: Any = 0
         except SystemExit as stop:
             code = stop.code

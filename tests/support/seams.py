@@ -103,10 +103,10 @@ shadow_prefill = _seam("qcfuse_rag.verification.watch.prefill")
 spare_connections = _seam("qcfuse_rag.server.http_server.SPARE_CONNECTIONS")
 counted_bytes = _seam("qcfuse_rag.server.protocol.json_body.PIECE_BYTES")
 demo_corpus = _seam("qcfuse_rag.cli.demo.command.corpus")
-quality_plots = _seam("qcfuse_rag.evaluation.quality.tables.draw")
-pause_between_sides = _seam("qcfuse_rag.evaluation.speed.peer.WAIT_S")
-measured_ceilings = _seam("qcfuse_rag.evaluation.speed.measure.measure_ceilings")
-nearest_passages = _seam("qcfuse_rag.evaluation.quality.offline.embedded_neighbours")
+quality_plots = _seam("benchmarks.quality.tables.draw")
+pause_between_sides = _seam("benchmarks.speed.peer.WAIT_S")
+measured_ceilings = _seam("benchmarks.speed.measure.measure_ceilings")
+nearest_passages = _seam("benchmarks.quality.offline.embedded_neighbours")
 
 
 def large_blocks(patch: pytest.MonkeyPatch) -> None:

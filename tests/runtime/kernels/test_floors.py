@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.evaluation.studies.kernel_floors import LayerSizes, cases, describe, other_tiles, without_kernels
+from benchmarks.studies.kernel_floors import LayerSizes, cases, describe, other_tiles, without_kernels
 from qcfuse_rag.runtime.kernels import launch
 from tests.runtime.kernels.operands import relative_error
 from tests.support.recorders import DEVICE

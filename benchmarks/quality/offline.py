@@ -1,0 +1,152 @@
+"""The preparation of a method before questions come, and its cost, which TTFT does not show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.quality.configurations import Configuration
+from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.ingestion.enrichment import NEIGHBOURS
+from qcfuse_rag.ingestion.neighbours import covering_groups, nearest_chunks
+from qcfuse_rag.store.prefill_base import FRAMED, Base
+
+CAPTURED = {"cachecraft": "variant", "kamera": "patch", "kvcomm": "difference"}
+"""Methods that read captured caches, and the kind of those caches."""
+
+CAPTURED_TOGETHER = 4
+"""Passages in a captured group."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineCost:
+    """The cost of one preparation; methods that share a preparation read the same stored caches.
+
+    `chunks` are the distinct passages prepared now; passages found in the store cost nothing.
+    """
+
+    preparation: str
+    chunks: int
+    seconds: float
+    size_bytes: int
+
+    def after(self, before: OfflineCost) -> OfflineCost:
+        """Return this cost together with that of the preparation it builds on, for the same passages."""
+        seconds, size_bytes = self.seconds + before.seconds, self.size_bytes + before.size_bytes
+        return OfflineCost(self.preparation, self.chunks, seconds, size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class NeighbourPool:
+    """The corpus in which each passage's neighbours are searched; the prepared passages always belong to it."""
+
+    texts: tuple[str, ...] = ()
+    neighbours: int = NEIGHBOURS
+
+    def beside(self, passages: Sequence[str]) -> list[str]:
+        """Return the corpus without the prepared passages, each text once."""
+        prepared = set(passages)
+        return [text for text in dict.fromkeys(self.texts) if text not in prepared]
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Prefill every passage under one base, and capture caches if a kind to `keep` is named, see `Corpus.capture`.
+
+    Where no captured cache fits, caches of the base are placed. Hashable, so that methods can share it.
+    """
+
+    base: Base
+    keep: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in results."""
+        return f"warm {self.base.name}" if self.keep is None else f"capture {self.keep}, warm {self.base.name}"
+
+    @property
+    def prerequisite(self) -> Preparation | None:
+        """The preparation that this one builds on, or None; its cost is added.
+
+        Enriched caches are made from framed caches; the first passage of a prompt is read framed instead of primed.
+        """
+        if self.keep is not None:
+            return Preparation(self.base)
+        return Preparation(FRAMED) if self.base.enriched or self.base.primed else None
+
+    def run(self, engine: FusionEngine, passages: Sequence[str], pool: NeighbourPool) -> OfflineCost:
+        """Prefill the passages that the store lacks, or capture each behind its neighbours."""
+        if self.keep is not None:
+            return self._capture(engine, passages, self.keep)
+        others = pool.beside(passages) if self.base.enriched else []
+        neighbours = embedded_neighbours([*passages, *others], pool.neighbours) if self.base.enriched else None
+        started = time.perf_counter()
+        summary = engine.warm(
+            passages, bases=(self.base,), neighbours=neighbours and neighbours[: len(passages)], others=others
+        )
+        return OfflineCost(self.name, summary.warmed, time.perf_counter() - started, summary.size_bytes)
+
+    def _capture(self, engine: FusionEngine, passages: Sequence[str], keep: str) -> OfflineCost:
+        """Compute groups of related passages exactly, by the embedding index; questions play no part."""
+        groups = covering_groups(embedded_neighbours(passages), CAPTURED_TOGETHER)
+        started = time.perf_counter()
+        summary = engine.corpus.capture([[passages[i] for i in group] for group in groups], keep=(keep,))
+        seconds, failed = time.perf_counter() - started, {index for index, _ in summary.failed}
+        # A passage in several groups is captured in each of them, but is one prepared passage.
+        behind = {i for index, group in enumerate(groups) if index not in failed for i in group[1:]}
+        return OfflineCost(self.name, min(len(behind), summary.captured), seconds, summary.size_bytes)
+
+
+def embedded_neighbours(passages: Sequence[str], count: int = NEIGHBOURS) -> list[list[int]]:
+    """Return for each passage its nearest neighbours by MiniLM, as FusionRAG takes them from the index.
+
+    The index has the embeddings in any case, so their cost is not added.
+    """
+    from qcfuse_rag.bundled import default_embedder
+
+    try:
+        from qcfuse_rag.library.embedder import Embedder
+    except ImportError as error:
+        raise QCFuseError(
+            "enriched passages need an embedding model to find their neighbours; run `pip install 'qcfuse-rag[cli]'`"
+        ) from error
+
+    return nearest_chunks(Embedder(default_embedder())(passages), count)
+
+
+def preparation_of(configuration: Configuration) -> Preparation | None:
+    """Return the preparation that a configuration needs; None for full prefill."""
+    method = configuration.method
+    return None if method.base is None else Preparation(method.base, CAPTURED.get(method.name))
+
+
+def depends_on_neighbours(configuration: Configuration) -> bool:
+    """Return whether a configuration's caches depend on the passages that are prepared beside them."""
+    needed = preparation_of(configuration)
+    return needed is not None and (needed.keep is not None or needed.base.enriched)
+
+
+def prepare(
+    engine: FusionEngine,
+    configurations: Iterable[Configuration],
+    passages: Iterable[str],
+    pool: NeighbourPool | None = None,
+) -> dict[str, OfflineCost]:
+    """Do the preparations that the configurations need, each once, and return their costs by name.
+
+    Repeated passages count once. Neighbours are searched in the pool, by default among the passages alone.
+    """
+    texts = list(dict.fromkeys(passages))
+    costs: dict[str, OfflineCost] = {}
+
+    def run(preparation: Preparation) -> OfflineCost:
+        if preparation.name not in costs:
+            before = run(preparation.prerequisite) if preparation.prerequisite is not None else None
+            cost = preparation.run(engine, texts, pool or NeighbourPool())
+            costs[preparation.name] = cost if before is None else cost.after(before)
+        return costs[preparation.name]
+
+    needed = dict.fromkeys(preparation_of(configuration) for configuration in configurations)
+    return {preparation.name: run(preparation) for preparation in needed if preparation is not None}

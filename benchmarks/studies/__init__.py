@@ -1,0 +1,1 @@
+"""Measure single questions about the engine: `python -m benchmarks.studies NAME [options] [--json FILE]`."""

@@ -1,0 +1,257 @@
+"""Times of the kernels on this GPU beside torch's times and lower bounds from arithmetic and bytes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.speed.shapes import SHAPES
+from benchmarks.studies.runner import StudyResult, StudyRun
+from qcfuse_rag.cli.capacity import Ceilings, measure_ceilings
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.models.rope import KVShape, LayerRope
+from qcfuse_rag.runtime.attention import dispatch
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.kernels import context_score, sparse_attention
+from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, Tile, default_tile
+from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks, place_blocks_reference
+from qcfuse_rag.runtime.kernels.support import supports_kernels
+from qcfuse_rag.runtime.kernels.table_attention import table_attention
+from qcfuse_rag.runtime.kv_table import KVTable
+from qcfuse_rag.runtime.reference_attention import plain_attention_weights
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
+from qcfuse_rag.runtime.step_plan import StepPlan
+from qcfuse_rag.store.quantization import LOSSLESS, quantize
+
+QUESTION_ROWS, CHUNK, REQUESTS = 32, 512, (1, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One piece of work of a kernel, beside the same work in torch.
+
+    `operations` counts its floating-point operations, and `nbytes` the bytes that it must read and write. `tile` is the
+    tile that the kernel chooses; None if it has none.
+    """
+
+    name: str
+    kernel: Callable[..., Tensor]
+    plain: Callable[[], Tensor]
+    operations: float
+    nbytes: float
+    tile: Tile | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """The sizes of a model's layers, and random tensors of its dtype."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    layers: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> LayerSizes:
+        """Read the sizes from a model's configuration."""
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        dim = int(config.get("head_dim") or hidden // heads)
+        kv_heads, layers = int(config["num_key_value_heads"]), int(config["num_hidden_layers"])
+        return cls(heads, kv_heads, dim, layers, dtype, device)
+
+    def random(self, *shape: int) -> Tensor:
+        """Return a tensor of random numbers."""
+        return torch.randn(shape, dtype=self.dtype, device=self.device)
+
+
+def kernel_floors(
+    run: StudyRun, shape: str = "qwen3-8b", tokens: int = 10240, rows: int = 1024, tiles: bool = False
+) -> StudyResult:
+    """Time the kernels on this GPU beside torch, and beside lower bounds from arithmetic and bytes.
+
+    Times are medians of Triton's `do_bench`, which empties the cache before each call. Both sides are timed as they are
+    called, so the host's time shows where it is longer than emptying the cache. Kernels with tiles are also replayed
+    from a CUDA graph, which shows the device's time and its share of the lower bound. The lower bound is the longer of
+    two times: operations at the rate of a large matrix product, and bytes at the rate of a large copy, both measured
+    here. `--tiles` also times other tiles, for a new choice in `runtime.kernels.launch`.
+    """
+    if shape not in SHAPES:
+        raise QCFuseError(f"there is no shape {shape!r}; there are {', '.join(SHAPES)}")
+    if not QUESTION_ROWS <= rows < tokens:
+        raise QCFuseError(f"--rows must be {QUESTION_ROWS} or more, and fewer than --tokens")
+    if not torch.cuda.is_available():
+        raise QCFuseError("kernels run on a CUDA device; there is none here")
+    ceilings = measure_ceilings(torch.device("cuda"), torch.bfloat16)
+    sizes = LayerSizes.of(SHAPES[shape], torch.bfloat16, torch.device("cuda"))
+    data: dict[str, Any] = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "cases": []}
+    with torch.inference_mode():
+        for case in cases(sizes, tokens, rows):
+            try:
+                data["cases"].append(_measure(case, ceilings, tiles=tiles))
+            except Exception as error:  # the following cases are still measured
+                data["cases"].append({"case": case.name, "refusal": f"{type(error).__name__}: {error}"})
+            print(describe(data["cases"][-1]), file=sys.stderr if run.prints_json else sys.stdout, flush=True)
+            run.keep(data)
+    return StudyResult(data, [])
+
+
+def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
+    """Yield the kernels' work in one layer for a fused prompt, in decode steps, and in placing its chunks."""
+    dtype, device, size = sizes.dtype, sizes.device, sizes.dtype.itemsize
+    heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.dim
+    params = AttentionParams(dim**-0.5)
+    key, value = sizes.random(1, kv_heads, tokens, dim), sizes.random(1, kv_heads, tokens, dim)
+    question = torch.arange(tokens - QUESTION_ROWS, tokens, device=device)
+    others = torch.randperm(tokens - QUESTION_ROWS, device=device)[: n_rows - QUESTION_ROWS].sort().values
+    for name, rows in (("rows", torch.cat([others, question])), ("question", question)):
+        query = sizes.random(1, heads, len(rows), dim)
+        yield KernelCase(
+            f"attention: {len(rows)} {name}",
+            partial(sparse_attention.sparse_attention, query, key, value, rows, params),
+            partial(_attend_in_torch, query, key, value, RowsPlan.of(rows), params),
+            4.0 * dim * heads * float((rows + 1).sum()),
+            size * (key.numel() + value.numel() + 2 * query.numel()),
+            sparse_attention.attention_tile(dtype, dim, len(rows) * heads // kv_heads, kv_heads, device),
+        )
+    known = torch.ones(tokens, dtype=torch.bool, device=device)
+    yield KernelCase(
+        f"context score: {QUESTION_ROWS} question",
+        partial(context_score.context_scores, query, key, question, known, params),
+        partial(plain_attention_weights, query, key, question, known, params),
+        4.0 * dim * heads * float((question + 1).sum()),
+        size * (2 * key.numel() + query.numel()),
+        default_tile(dtype, dim, QUESTION_ROWS * heads // kv_heads),
+    )
+    for requests in REQUESTS:
+        buffers = [KVBuffer((key.clone(),), (value.clone(),)) for _ in range(requests)]
+        table = KVTable.of(buffers, (KVShape(kv_heads, dim, dim),), tokens)
+        query = sizes.random(requests, heads, 1, dim)
+        positions = torch.full((requests, 1), tokens - 1, device=device)
+        plan = StepPlan(buffers, positions, (tokens - 1,) * requests, (None,))
+        yield KernelCase(
+            f"attention: decode step of {requests}",
+            partial(table_attention, query, table, 0, positions, params),
+            partial(_attend_in_torch, query, query, query, plan, params),
+            4.0 * dim * heads * tokens * requests,
+            size * requests * (key.numel() + value.numel()),
+            sparse_attention.attention_tile(dtype, dim, heads // kv_heads, kv_heads, device),
+        )
+    for numbers in (LOSSLESS, "int8"):
+        blocks = _blocks(sizes, tokens, numbers)
+        yield KernelCase(
+            f"place: {len(blocks):,} blocks, {numbers}",
+            partial(_place, place_blocks, blocks),
+            partial(_place, place_blocks_reference, blocks),
+            0.0,
+            sum(block.nbytes + block.stored.numel() * size for block in blocks),
+            None,
+        )
+
+
+def _blocks(sizes: LayerSizes, tokens: int, numbers: str) -> list[PlacementBlock]:
+    """Return the stored blocks of a prompt's chunks in all layers, to be placed into a buffer."""
+    rope = LayerRope(10000.0 ** -(torch.arange(0, sizes.dim, 2, device=sizes.device) / sizes.dim))
+    shapes = (KVShape(sizes.kv_heads, sizes.dim, sizes.dim),) * sizes.layers
+    buffer = KVBuffer.allocate(shapes, tokens, dtype=sizes.dtype, device=sizes.device)
+    blocks = []
+    for start in range(0, tokens - CHUNK + 1, CHUNK):
+        for keys, values in zip(buffer.keys, buffer.values, strict=True):
+            for target, rotation, over in ((keys, rope, 0), (values, None, 2)):
+                stored = sizes.random(CHUNK, sizes.kv_heads, sizes.dim)
+                block, scale = (stored, None) if numbers == LOSSLESS else quantize(stored, numbers, over=over)
+                blocks.append(PlacementBlock(block, scale, target, start, rotation))
+    return blocks
+
+
+def _place(place: Callable[[list[PlacementBlock]], None], blocks: list[PlacementBlock]) -> Tensor:
+    place(blocks)
+    return blocks[0].into[:, :, :CHUNK]
+
+
+def _attend_in_torch(
+    query: Tensor, key: Tensor, value: Tensor, plan: RowsPlan | StepPlan, params: AttentionParams
+) -> Tensor:
+    """Attend as the engine does; inside `without_kernels` that is torch's attention."""
+    layer: Any = SimpleNamespace(layer_idx=0)
+    out, _ = dispatch.rows_attention(layer, query, key, value, None, params.scaling, fusion=plan, sliding_window=None)
+    return out
+
+
+def without_kernels() -> AbstractContextManager[object]:
+    """Make the engine attend in torch."""
+    return mock.patch.object(dispatch, supports_kernels.__name__, new=_never)
+
+
+def _never(*_: Tensor) -> bool:  # a mock object would take as long as the timed call
+    return False
+
+
+def other_tiles(tile: Tile) -> list[Tile]:
+    """Return the tiles to try instead of the chosen one."""
+    low = replace(LARGE_TILE, keys=64)
+    tall = (LARGE_TILE, replace(LARGE_TILE, stages=3), low, replace(low, stages=3), replace(low, warps=4), Tile(64, 64))
+    wider = replace(tile, keys=2 * tile.keys)
+    others = tall if tile == LARGE_TILE else (replace(tile, stages=3), wider, replace(wider, stages=3), low, LARGE_TILE)
+    return [other for other in others if other != tile]
+
+
+def describe(row: dict[str, Any]) -> str:
+    """Return a case's figures in words, and the device's times with each tile in lines of their own."""
+    if "refusal" in row:
+        return f"{row['case']}: {row['refusal']}"
+    kernel, floor, plain = (row[name] for name in ("kernel_ms", "floor_ms", "torch_ms"))
+    times_as_fast = plain / kernel
+    first = (
+        f"{row['case']}: {kernel:.3f} ms, torch {plain:.3f} ms, {times_as_fast:.1f} times as fast; floor {floor:.3f} ms"
+    )
+    lines = []
+    for tile in row["tiles"]:
+        figures = tile["refusal"] or f"{tile['ms']:.3f} ms, {floor / tile['ms']:.2f}"
+        lines.append(f"  {tile['tile']}: {figures}")
+    return "\n".join([first, *lines])
+
+
+def _measure(case: KernelCase, ceilings: Ceilings, *, tiles: bool) -> dict[str, Any]:
+    floor = 1e3 * max(case.operations / ceilings.flops, case.nbytes / ceilings.memory)
+    row: dict[str, Any] = {"case": case.name, "floor_ms": floor, "kernel_ms": _milliseconds(case.kernel)}
+    with without_kernels():
+        row["torch_ms"] = _milliseconds(case.plain)
+    tried = [] if case.tile is None else [case.tile, *(other_tiles(case.tile) if tiles else ())]
+    return {**row, "tiles": [_with_tile(case.kernel, tile) for tile in tried]}
+
+
+def _with_tile(call: Callable[..., object], tile: Tile) -> dict[str, Any]:
+    """Return the device's time of a call with a tile, or the reason why it cannot run."""
+    with ExitStack() as patches:
+        for module, function in ((sparse_attention, sparse_attention.attention_tile), (context_score, default_tile)):
+            patches.enter_context(mock.patch.object(module, function.__name__, return_value=tile))
+        try:
+            return {"tile": str(tile), "ms": _device_milliseconds(call), "refusal": None}
+        except Exception as error:  # a compiler has many ways to refuse, and earlier measurements must not be lost
+            return {"tile": str(tile), "ms": None, "refusal": f"{type(error).__name__}: {error}"[:200]}
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    return float(triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median"))
+
+
+def _device_milliseconds(call: Callable[[], object]) -> float:
+    """Return the median of the device's time of a call, without the host's."""
+    call()  # compile before recording
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return _milliseconds(graph.replay)

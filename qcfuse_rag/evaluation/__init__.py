@@ -1,5 +1,0 @@
-"""Measure methods, speed and capacity.
-
-In: models, methods, questions and stores.
-Out: records, tables and plots.
-"""
