@@ -50,7 +50,6 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks speed --context 1024,2048,4096
-	$(BIN)/python -m benchmarks overhead
 	$(BIN)/python -m benchmarks demo-quality
 	$(BIN)/python -m benchmarks store
 	$(BIN)/python -m benchmarks warm

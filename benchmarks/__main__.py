@@ -49,21 +49,10 @@ app = typer.Typer(
 
 STUDIES = {
     "compare": "Pool results of `python -m benchmarks quality` and compare one method with the others.",
-    "concurrency": "Ask many questions at once: equal answers, and a responsive event loop.",
-    "conversations": "Measure conversations with and without the reuse of earlier turns.",
     "demo-quality": "Compare the answers of methods on the demonstration corpus.",
-    "guard": "Time `auto` beside full prefill where it should be faster and where it should not be slower.",
-    "healing": "Compare answers over a cache that heals while they are decoded with full prefill's.",
-    "joined-text": "Compare passages kept apart with passages found in a joined text.",
     "kernel-floors": "Time the kernels on this GPU beside torch and their lower bounds.",
     "kvsharearena": "Answer frozen questions of KVShareArena; the performance gap that each method recovers.",
     "ladder": "Compare `auto` at several ratios with full prefill's answers.",
-    "loading": "Compare loading during the computation with loading before it.",
-    "overhead": "Measure the share of CPU time outside matrix products and attention.",
-    "primers": "Compare primers of one to eight passages by whole answers of `auto`.",
-    "probe-layers": "Compare the layers that the probe of `auto` may look at.",
-    "prompt-lookup": "Compare prompt lookup decoding with plain steps: passes, seconds, answers.",
-    "trace": "Count what recorded chat requests would reuse.",
     "weights": "Compare int8 weights with the model's own: seconds, bytes, divergence.",
 }
 
