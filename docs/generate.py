@@ -17,7 +17,8 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- methods:begin -->\n", "<!-- methods:end -->\n"
 CLI_HEADER = """# Command line reference
 
-`make docs` writes this page from the command's help. [Command line](../guide/command-line.md) shows how to use it.
+`make docs` writes this page: each command with its options and their defaults. `--help` explains them, and [Command
+line](../guide/command-line.md) shows how to use them.
 """
 
 
@@ -50,23 +51,16 @@ def _sections(path: str, command: Any) -> list[str]:
     if children:
         return [line for name, child in children.items() for line in _sections(f"{path} {name}", child)]
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
-    usage = " ".join([path, *(parameter.name.upper() for parameter in arguments), "[OPTIONS]"])
-    lines = [f"## {path}", "", " ".join(command.help.split()), "", "```", usage, "```", ""]
-    lines += ["| argument or option | default | meaning |", "|---|---|---|"]
-    for parameter in sorted(command.params, key=lambda parameter: parameter not in arguments):
-        name = parameter.name.upper() if parameter in arguments else parameter.opts[0]
-        lines.append(f"| `{name}` | {_default(parameter)} | {(parameter.help or '').replace('|', '&#124;')} |")
-    return [*lines, ""]
+    usage = " ".join([path, *(parameter.name.upper() for parameter in arguments)])
+    options = [_option(parameter) for parameter in command.params if parameter not in arguments]
+    return [f"## {path}", "", " ".join(command.help.split()), "", f"`{usage}` with {', '.join(options)}", ""]
 
 
-def _default(parameter: Any) -> str:
-    if parameter.required:
-        return "required"
-    if parameter.default is None or parameter.default is False:
-        return ""
-    value = parameter.default
-    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return f"`{text}`" if text else "`''`"
+def _option(parameter: Any) -> str:
+    default = parameter.default
+    if parameter.required or default in (None, False, True, (), "") or callable(default):
+        return f"`{parameter.opts[0]}`"
+    return f"`{parameter.opts[0]}={','.join(map(str, default)) if isinstance(default, list | tuple) else default}`"
 
 
 if __name__ == "__main__":
