@@ -1,4 +1,5 @@
 from .cluster.workers import RayWorkers as RayWorkers
+from .engine.config import EngineConfig as EngineConfig
 from .engine.engine import FusionEngine as FusionEngine
 from .engine.scheduler import Scheduler as Scheduler
 from .engine.scheduler import SchedulerSettings as SchedulerSettings
@@ -7,7 +8,7 @@ from .fusion.method import Method as Method
 from .fusion.report import FusionReport as FusionReport
 from .generation.decode import Generation as Generation
 from .generation.decode import TextStream as TextStream
-from .generation.sampling import SamplingParams as SamplingParams
+from .generation.sampling_params import SamplingParams as SamplingParams
 from .ingestion.summary import WarmSummary as WarmSummary
 from .methods import METHODS as METHODS
 from .methods import choose_method as choose_method

@@ -11,7 +11,7 @@ from torch import Tensor
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import ProfileError
 from qcfuse_rag.fusion.state import FusedPrompt
-from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.generation.stop_criteria import end_tokens
 from qcfuse_rag.methods.full import full
 from qcfuse_rag.prompts.builder import PromptBuilder

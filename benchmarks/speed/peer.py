@@ -28,7 +28,8 @@ from qcfuse_rag.bundled import corpus, questions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.decode import TextStream
-from qcfuse_rag.generation.sampling import Sampler, SamplingParams
+from qcfuse_rag.generation.sampling import Sampler
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.generation.stop_criteria import end_tokens
 from qcfuse_rag.runtime.language_model import LanguageModel
 

@@ -33,7 +33,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.fusion.guard import IN_FULL
 from qcfuse_rag.fusion.report import FusionReport
-from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template_variables import template_variables
 from qcfuse_rag.runtime.language_model import LanguageModel

@@ -146,7 +146,7 @@ class MethodOptions(WordingOptions):
 
 
 class FidelityChoice(StrEnum):
-    """How closely an answer follows full prefill's; see `generation.sampling.Fidelity`."""
+    """How closely an answer follows full prefill's; see `generation.sampling_params.Fidelity`."""
 
     FAST = "fast"
     HEAL = "heal"

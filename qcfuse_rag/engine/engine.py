@@ -5,21 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
+from qcfuse_rag.bundled import default_model
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.corpus import Corpus, WarmSettings
 from qcfuse_rag.engine.first_passes import measure_overhead, run_first_passes
-from qcfuse_rag.engine.opening import VerdictPolicy, open_parts
+from qcfuse_rag.engine.opening import open_parts
 from qcfuse_rag.engine.system_prefixes import SystemPrefixes
 from qcfuse_rag.fusion.estimate import rows_if_stored
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill_in_parts
-from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES, PrefixCache
+from qcfuse_rag.fusion.prefix_cache import PrefixCache
 from qcfuse_rag.fusion.recompute import PartRows, Parts, complete
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decode import Generation, TextStream
-from qcfuse_rag.generation.sampling import Sampler, SamplingParams
+from qcfuse_rag.generation.sampling import Sampler
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.ingestion.summary import WarmSummary
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.prompts.builder import PromptBuilder
@@ -29,7 +33,7 @@ from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_profile import LayerProfile
-from qcfuse_rag.runtime.runner import LOAD_LIMIT_S, ModelRunner
+from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.verification.verdict import Verdict
 from qcfuse_rag.verification.watch import PrefillWatch, Shadow, ShadowSettings
@@ -66,7 +70,7 @@ class FusionEngine:
         *,
         template: PromptTemplate | None = None,
         method: Method | None = None,
-        load_limit_s: float | None = LOAD_LIMIT_S,
+        load_limit_s: float | None = EngineConfig.load_limit_s,
         prefix_bytes: int = 0,
     ) -> None:
         self.lm, self.store = lm, store
@@ -83,48 +87,25 @@ class FusionEngine:
         self._watch = PrefillWatch(self.runner)
 
     @classmethod
-    def load(  # noqa: PLR0913 keyword arguments of the entry point, as in transformers
+    def load(
         cls,
-        model: str,
+        model: str | EngineConfig,
         *,
         store: str | Path | KVStore | None = None,
-        template: PromptTemplate | None = None,
-        method: Method | None = None,
-        device: str | None = None,
-        dtype: str | None = None,
-        weights: str = "model",
-        check: bool = True,
+        method: str | Method | None = None,
         profile: str | Path | None = None,
-        verdict: VerdictPolicy = "warn",
-        load_limit_s: float | None = LOAD_LIMIT_S,
-        compiled: bool | None = None,
-        prefix_bytes: int = PREFIX_BYTES,
+        **options: Any,
     ) -> FusionEngine:
         """Load a model and open a store.
 
         Args:
-            model: Hugging Face id, local folder or GGUF file.
-            store: a folder, an open store, or None to keep passages in memory only.
-            template: wording of the prompt.
-            method: default method; see `choose_method` for the meaning of None. If it leaves its ratio to `qcfuse
-                verify`, as `auto` does by default, it takes the ratio of a passing verdict in the store's folder.
-            device: such as `cpu` or `cuda:0`; a GPU if there is one.
-            dtype: such as `bfloat16`; by default the checkpoint's own on a GPU, and on a CPU the faster of float32 and
-                bfloat16, see `models.cpu_dtype`.
-            weights: `model` (in the dtype), `float16` or `int8` (on CPUs), or `auto`; see
-                `models.load.load_model`.
-            check: compare the engine with the model's own code on a few tokens before it is trusted. A comparison that
-                has passed is kept, see `verification.exactness`; `qcfuse models check` always compares.
+            model: Hugging Face id, local folder or GGUF file; or all options.
+            store: a folder, or an open store; see `EngineConfig` for None.
+            method: default method, or its name. If it leaves its ratio to `qcfuse verify`, as `auto` does by default,
+                it takes the ratio of a passing verdict in the store's folder.
             profile: a file that says which layers are critical. By default the `profile.json` in
                 the store's folder, if there is one and it is of this model; else `profile_ignored` says why not.
-            verdict: what to do without a passing verdict of `qcfuse verify` on this model and method in the store's
-                folder: `warn`, `require` one, or `ignore` that there is none. A store without a folder cannot keep a
-                verdict: there is no warning then, and a requirement cannot be met.
-            load_limit_s: most seconds that a request waits for the store.
-            compiled: call `compile` before the engine is returned; None does so on a GPU, where requests without
-                recorded graphs take two to three times as long by calculation.
-            prefix_bytes: most bytes of finished requests to keep in memory, so that a prompt that begins like one of
-                them, as the next turn of a conversation does, does not compute its beginning again. 0 keeps nothing.
+            **options: the other fields of `EngineConfig`.
 
         Raises:
             ModelNotFound: if the model cannot be loaded.
@@ -133,13 +114,26 @@ class FusionEngine:
             ProfileError: if the given profile cannot be read or is of another model.
             Unverified: if a verdict is required and there is none that passed.
         """
-        lm = LanguageModel.load(model, device=device, dtype=dtype, weights=weights)
-        lm, opened, chosen, existing, lookup = open_parts(
-            lm, store, method or choose_method(), check=check, profile=profile, policy=verdict
+        if isinstance(method, str):
+            options["method"] = method
+        config = replace(model, **options) if isinstance(model, EngineConfig) else EngineConfig(model=model, **options)
+        template, chosen = config.wording, method if isinstance(method, Method) else config.chosen_method()
+        lm = LanguageModel.load(
+            config.model or default_model(), device=config.device, dtype=config.dtype, weights=config.weights
         )
-        engine = cls(lm, opened, template=template, method=chosen, load_limit_s=load_limit_s, prefix_bytes=prefix_bytes)
+        lm, opened, chosen, existing, lookup = open_parts(
+            lm, store or config.store, chosen, check=config.check, profile=profile, policy=config.verdict
+        )
+        engine = cls(
+            lm,
+            opened,
+            template=template,
+            method=chosen,
+            load_limit_s=config.load_limit_s,
+            prefix_bytes=config.prefix_bytes,
+        )
         engine.verdict, engine.profile, engine.profile_ignored = existing, lookup.profile, lookup.ignored
-        if lm.device.type == "cuda" if compiled is None else compiled:
+        if lm.device.type == "cuda" if config.compiled is None else config.compiled:
             engine.compile()
         return engine
 

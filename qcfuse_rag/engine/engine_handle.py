@@ -7,44 +7,25 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.engine.scheduler import Scheduler, SchedulerSettings
 from qcfuse_rag.errors import MisplacedSetting, QCFuseError
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.generation.sampling import SamplingParams
-from qcfuse_rag.methods import choose_method
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.prompts.template import PromptTemplate
 
 AnswerRequest = Callable[[FusionEngine], tuple[Prompt, SamplingParams]]
 """Builds the prompt of a request and its sampling settings, once the engine is loaded."""
 
 SETTINGS = SchedulerSettings(waiting=sys.maxsize)
 """A framework's callers wait in the queue: they do not handle refusals."""
-
-LOAD_SETTINGS = (
-    "store",
-    "method",
-    "ratio",
-    "base",
-    "rag_messages",
-    "chat_template_kwargs",
-    "device",
-    "dtype",
-    "weights",
-    "compiled",
-)
-"""The settings that an engine is loaded by, besides the model."""
-
-ENGINE_SETTINGS = ("model", "model_name", *LOAD_SETTINGS)
-"""The settings of frameworks' objects that an engine is loaded by."""
 
 
 class EngineHandle:
@@ -56,11 +37,11 @@ class EngineHandle:
     Args:
         load: makes the engine; called once, by the first request.
         settings: of the scheduler.
-        load_settings: the settings that the engine is loaded by, so that a later change of them is noticed.
+        config: what the engine is loaded by, so that a later change is noticed.
 
     Attributes:
         wrapped: whether the engine was made by the caller, so that no other process can load it.
-        load_settings: see the arguments.
+        config: see the arguments.
     """
 
     def __init__(
@@ -68,11 +49,11 @@ class EngineHandle:
         load: Callable[[], FusionEngine],
         settings: SchedulerSettings = SETTINGS,
         *,
-        load_settings: Mapping[str, object] | None = None,
+        config: EngineConfig | None = None,
     ) -> None:
         self._load, self._settings = load, settings
         self._engine: FusionEngine | None = None
-        self.wrapped, self.load_settings = False, load_settings or {}
+        self.wrapped, self.config = False, config
         self._scheduler: Scheduler | None = None
         self._process = 0
         self._detach_finalizer: Callable[[], object] = lambda: None
@@ -80,33 +61,17 @@ class EngineHandle:
 
     @classmethod
     def wrap(
-        cls,
-        engine: FusionEngine,
-        settings: SchedulerSettings = SETTINGS,
-        *,
-        options: Mapping[str, object] | None = None,
+        cls, engine: FusionEngine, settings: SchedulerSettings = SETTINGS, *, config: EngineConfig | None = None
     ) -> EngineHandle:
-        """Wrap an engine that exists; `close` leaves it open.
-
-        Args:
-            engine: the engine.
-            settings: of the scheduler.
-            options: other options that the caller was given.
-
-        Raises:
-            MisplacedSetting: if an option is one that an engine is loaded by: it would have no effect.
-        """
-        misplaced = [name for name in ENGINE_SETTINGS if (options or {}).get(name) is not None]
-        if misplaced:
-            raise MisplacedSetting(f"a given engine keeps its settings; set {', '.join(misplaced)} when you load it")
-        handle = cls(lambda: engine, settings)
+        """Wrap an engine that exists; `close` leaves it open."""
+        handle = cls(lambda: engine, settings, config=config)
         handle.wrapped = True
         return handle
 
     @classmethod
-    def lazy(cls, settings: Mapping[str, Any]) -> EngineHandle:
-        """Return a handle that loads its engine by these settings on first use, see `load_engine`."""
-        return cls(partial(load_engine, **settings), load_settings=settings)
+    def lazy(cls, config: EngineConfig) -> EngineHandle:
+        """Return a handle that loads its engine on first use."""
+        return cls(partial(FusionEngine.load, config), config=config)
 
     @property
     def engine(self) -> FusionEngine:
@@ -131,16 +96,16 @@ class EngineHandle:
         self._engine = self._engine or self._load()
         return self._engine
 
-    def for_settings(self, settings: Mapping[str, Any]) -> EngineHandle:
-        """Return this handle if its engine is, or will be, loaded by these settings; else a new one.
+    def for_config(self, config: EngineConfig) -> EngineHandle:
+        """Return this handle if its engine is, or will be, loaded by this config; else a new one.
 
         Raises:
-            MisplacedSetting: if the settings changed and the engine exists already: the change would have no effect.
+            MisplacedSetting: if the config changed and the engine exists already: the change would have no effect.
         """
-        changed = [name for name, value in settings.items() if value != self.load_settings.get(name, value)]
+        changed = [] if self.config is None else self.config.differences(config)
         if changed and (self.wrapped or self._engine is not None):
             raise MisplacedSetting(f"{', '.join(changed)} changed after the engine was loaded; create a new object")
-        return EngineHandle.lazy(settings) if changed else self
+        return EngineHandle.lazy(config) if changed else self
 
     def submit(self, request: AnswerRequest, *, method: Method | None = None) -> RequestHandle:
         """Queue a request; returns at once, except for the first one, which loads the model.
@@ -189,38 +154,6 @@ class EngineHandle:
         A wrapped engine exists in its own process only, so the handle in the other process raises an error on use.
         """
         return _without_engine, (self.wrapped,)
-
-
-def load_engine(  # noqa: PLR0913 the fields that both frameworks' classes have
-    *,
-    model: str,
-    store: str | None,
-    method: str | None,
-    ratio: float | None,
-    base: str | None,
-    rag_messages: Sequence[tuple[str, str]] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    device: str | None,
-    dtype: str | None,
-    weights: str,
-    compiled: bool | None,
-) -> FusionEngine:
-    """Load an engine by the settings of frameworks' objects.
-
-    `method`, `ratio` and `base` are for `choose_method`; `rag_messages` and `chat_template_kwargs` are the prompt
-    template's, and the library's own if None. The others are for `FusionEngine.load`.
-    """
-    template = PromptTemplate(chat_template_kwargs=chat_template_kwargs or {})
-    return FusionEngine.load(
-        model,
-        store=store,
-        template=replace(template, messages=tuple(rag_messages)) if rag_messages else template,
-        method=choose_method(method, ratio=ratio, base=base),
-        device=device,
-        dtype=dtype,
-        weights=weights,
-        compiled=compiled,
-    )
 
 
 def _without_engine(wrapped: bool) -> EngineHandle:

@@ -11,7 +11,7 @@ from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.guard import predict_fused_s
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.generation.decode import TextStream
-from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.ingestion.primer import PRIMER
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob

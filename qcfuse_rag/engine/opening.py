@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from qcfuse_rag.engine.caller_warnings import warn_caller
+from qcfuse_rag.engine.config import VerdictPolicy
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -14,9 +15,6 @@ from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.verification.exactness import check_exact_once
 from qcfuse_rag.verification.verdict import Verdict, find_verdict, verdict_problem
-
-VerdictPolicy = Literal["warn", "require", "ignore"]
-"""How loading treats a method without a passing verdict."""
 
 
 class OpenedParts(NamedTuple):

@@ -18,7 +18,8 @@ from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decode import Generation, finished_answer
 from qcfuse_rag.generation.decoder import AnswerDecoder
 from qcfuse_rag.generation.logprobs import TokenLogprob
-from qcfuse_rag.generation.sampling import Sampler, SamplingParams
+from qcfuse_rag.generation.sampling import Sampler
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.language_model import LanguageModel

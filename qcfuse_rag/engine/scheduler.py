@@ -27,7 +27,7 @@ from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.errors import Busy, Closed
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import check_window
-from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
 
 MIN_PART_ROWS, MIN_LONE_PART_ROWS = 32, 64

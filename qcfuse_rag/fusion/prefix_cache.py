@@ -25,9 +25,6 @@ from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.prompts.segments import Prompt, Role
 from qcfuse_rag.runtime.buffer import KVBuffer
 
-PREFIX_BYTES = 1 << 30
-"""Limit of the cache of an engine that is loaded by name."""
-
 MIN_TOKENS = 16
 """Shorter beginnings are not worth a copy."""
 
@@ -107,7 +104,7 @@ class PrefixCache:
         limit_bytes: most bytes of keys and values; 0 keeps nothing.
     """
 
-    def __init__(self, limit_bytes: int = PREFIX_BYTES) -> None:
+    def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._kept: list[KeptSequence] = []  # the one used last comes last
         self._epoch = 0

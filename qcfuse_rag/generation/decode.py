@@ -14,7 +14,8 @@ from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decoder import AnswerDecoder, HealingReport
 from qcfuse_rag.generation.logprobs import TokenLogprob, content_logprobs
-from qcfuse_rag.generation.sampling import Sampler, SamplingParams
+from qcfuse_rag.generation.sampling import Sampler
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.generation.stop_criteria import FinishReason
 from qcfuse_rag.runtime.runner import ModelRunner
 

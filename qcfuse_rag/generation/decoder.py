@@ -16,7 +16,8 @@ from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.grammar import Constraint
 from qcfuse_rag.generation.logprobs import TokenLogprob, token_logprob
 from qcfuse_rag.generation.prompt_lookup import prompt_lookup
-from qcfuse_rag.generation.sampling import Fidelity, Sampler, SamplingParams
+from qcfuse_rag.generation.sampling import Sampler
+from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
 from qcfuse_rag.generation.stop_criteria import FinishReason, PartialAnswer
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_logits

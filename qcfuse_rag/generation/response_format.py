@@ -15,7 +15,7 @@ from qcfuse_rag.generation.decode import Generation
 from qcfuse_rag.generation.detokenizer import partial_match_length
 from qcfuse_rag.generation.grammar import json_grammar
 from qcfuse_rag.generation.reasoning import AnswerPiece, ReasoningFormat
-from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.generation.tool_parsers import BrokenCall, ParsedResponse, ToolCallParser, tool_call_parser
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.special_tokens import special_tokens_of

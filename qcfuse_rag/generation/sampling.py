@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,106 +17,11 @@ from transformers import (
 
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.grammar import Constraint
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.runtime.language_model import LanguageModel
-
-Fidelity = Literal["fast", "heal", "exact"]
-"""How closely an answer follows full prefill's.
-
-`fast` decodes over the fused cache as it is. `heal` recomputes the rest of the prompt while the answer is written, as
-far as that slows no token much, so later tokens are nearer to full prefill's. `exact` shows no text before the prompt
-is recomputed and the text is verified: a greedy answer is full prefill's, token for token.
-"""
 
 MIN_TEMPERATURE = 0.01
 """Lower temperatures, except 0, overflow; they are raised to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Settings of one answer.
-
-    Attributes:
-        max_new_tokens: limit of the answer, in tokens.
-        temperature: 0 takes the likeliest token; higher values give more varied answers.
-        top_p: keep the likeliest tokens that together have this probability.
-        top_k: keep this many likeliest tokens; 0 keeps all.
-        min_p: keep the tokens that have at least this share of the likeliest token's probability.
-        repetition_penalty: above 1 makes tokens of the prompt and the answer less likely (Keskar et al.,
-            arXiv:1909.05858), below 1 more likely.
-        presence_penalty: subtracted from the logits of tokens that the answer has, as in OpenAI's API.
-        frequency_penalty: subtracted as often as the answer has the token, as in OpenAI's API.
-        logit_bias: pairs of a token id and a number that is added to its logit.
-        stop: strings that end the answer and are not part of it.
-        special_tokens: whether the answer's text has the special tokens, by which some models delimit reasoning and
-            tool calls; `generation.response_format` reads such text. The end token is never part of it.
-        seed: of the random numbers; None takes a new seed each time.
-        grammar: that the answer has to follow, see `generation.grammar`; None for any text.
-        fidelity: see `Fidelity`. An answer that is sampled or has penalties or biases cannot be verified: `exact`
-            then recomputes the prompt before the first token.
-        logprobs: how many of the likeliest tokens to report for every token of the answer, beside the token itself, see
-            `generation.logprobs`; None reports nothing.
-        prompt_lookup_num_tokens: most candidates for the next tokens, see `generation.prompt_lookup`; None chooses
-            their number on a CPU, 0 does without.
-        slowdown: most that `heal` may slow an answer's tokens on average, as a share of their time; 0.1 is 10 %.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    stop: tuple[str, ...] = ()
-    special_tokens: bool = False
-    seed: int | None = None
-    grammar: str | None = None
-    fidelity: Fidelity = "fast"
-    slowdown: float = 0.1
-    logprobs: int | None = None
-    prompt_lookup_num_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must not be negative, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must not be negative, got {self.top_k}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be more than 0, got {self.repetition_penalty}")
-        numbers = (self.presence_penalty, self.frequency_penalty, *(bias for _, bias in self.logit_bias))
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError("presence_penalty, frequency_penalty and logit_bias must be finite numbers")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed must fit 64 bits, got {self.seed}")
-        if self.fidelity not in get_args(Fidelity):
-            raise ValueError(f"fidelity must be fast, heal or exact, got {self.fidelity!r}")
-        if self.slowdown < 0:
-            raise ValueError(f"slowdown must not be negative, got {self.slowdown}")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise ValueError(f"logprobs must not be negative, got {self.logprobs}")
-        if self.prompt_lookup_num_tokens is not None and self.prompt_lookup_num_tokens < 0:
-            raise ValueError(f"prompt_lookup_num_tokens must not be negative, got {self.prompt_lookup_num_tokens}")
-        if isinstance(self.stop, str) or not all(self.stop):
-            raise ValueError(f"stop must be a sequence of non-empty strings, got {self.stop!r}")
-
-    @property
-    def adjusts_logits(self) -> bool:
-        """Whether the answer has a penalty or a bias."""
-        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        return bool(penalties or self.logit_bias)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether each token is the model's likeliest; only such answers can be verified."""
-        return self.temperature == 0 and not self.adjusts_logits
 
 
 class Sampler:

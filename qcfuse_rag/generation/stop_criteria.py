@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from qcfuse_rag.generation.detokenizer import Detokenizer
-from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 FinishReason = Literal["end", "stop", "length", "cancelled"]

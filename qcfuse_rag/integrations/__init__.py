@@ -5,13 +5,15 @@ requests, passages in the store, and warnings at the caller's line. Nothing here
 """
 
 from qcfuse_rag.engine.caller_warnings import warn_caller, warn_not_stored, warn_unused
-from qcfuse_rag.engine.engine_handle import LOAD_SETTINGS, AnswerRequest, EngineHandle
+from qcfuse_rag.engine.config import LOAD_SETTINGS
+from qcfuse_rag.engine.engine_handle import AnswerRequest, EngineHandle
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.generation.decode import FINISH_REASONS
 from qcfuse_rag.generation.reasoning import AnswerPiece
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
+from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
-from qcfuse_rag.integrations.engine_settings import SAMPLING_SETTINGS, EngineSettings
+from qcfuse_rag.integrations.engine_settings import EngineSettings
 from qcfuse_rag.integrations.passages import Passage, warm_passages
 
 __all__ = [

@@ -17,7 +17,7 @@ DEFAULT_RATIO = 0.15
 """Share of the passage tokens that `auto` recomputes without a verdict beside the store."""
 
 
-def auto(  # noqa: PLR0913 each part can be switched off
+def auto(
     ratio: float | None = None,
     base: Base = PRIMED,
     layers: ProbeLayers = "upper",

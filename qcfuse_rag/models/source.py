@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from qcfuse_rag.errors import ModelNotFound, UnsupportedModel
+
+WeightFormat = Literal["model", "float16", "int8", "auto"]
+"""`model`: as loaded, in the model's dtype; `float16` and `int8`: rounded, see `models.weights`; `auto`: float16 on a
+CPU that can, unless bfloat16 is faster there."""
 
 
 def model_source(name: str) -> tuple[str, dict[str, Any]]:

@@ -18,8 +18,6 @@ from qcfuse_rag.runtime.measured_costs import MeasuredCosts
 from qcfuse_rag.runtime.step_costs import MeasuredStepCosts
 from qcfuse_rag.store.backends.base import KVStore
 
-LOAD_LIMIT_S = 30.0
-
 LOG = logging.getLogger(__name__)
 
 
@@ -57,7 +55,7 @@ class ModelRunner:
         lm: LanguageModel,
         store: KVStore,
         *,
-        load_limit_s: float | None = LOAD_LIMIT_S,
+        load_limit_s: float | None = None,
         overlap: bool = True,
         max_spare_bytes: int = SPARE_BYTES,
     ) -> None:

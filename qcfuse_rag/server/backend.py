@@ -20,7 +20,7 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decode import Generation
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
-from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
+from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_prefill
 from qcfuse_rag.prompts.segments import Prompt
@@ -83,7 +83,7 @@ class EngineBackend:
         idle_warming: warms passages that requests had and the store had not; None warms none.
     """
 
-    def __init__(  # noqa: PLR0913 keyword arguments with defaults
+    def __init__(
         self,
         handle: EngineHandle,
         name: str,

@@ -33,7 +33,7 @@ from qcfuse_rag.engine.scheduler import SchedulerSettings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES
-from qcfuse_rag.generation.sampling import Fidelity
+from qcfuse_rag.generation.sampling_params import Fidelity
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend

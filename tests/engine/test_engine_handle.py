@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, open_store
+from qcfuse_rag import EngineConfig, FusionEngine, LanguageModel, MemoryStore, SamplingParams, open_store
 from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.errors import MisplacedSetting
 from tests.support.engines import make_engine
@@ -77,14 +78,15 @@ def test_what_another_process_forgets_is_gone_from_memory_too(llama: LanguageMod
 
 
 def test_settings_that_change_too_late_are_an_error(engine: FusionEngine) -> None:
-    served = EngineHandle(lambda: engine, load_settings={"method": None, "ratio": 0.1})
-    assert served.for_settings({"method": None, "ratio": 0.1}) is served
-    other = {"method": "full", "ratio": 0.1}
-    assert served.for_settings(other).load_settings == other, "another one"
+    config = EngineConfig(ratio=0.1)
+    served = EngineHandle(lambda: engine, config=config)
+    assert served.for_config(replace(config)) is served
+    other = EngineConfig(method="full", ratio=0.1)
+    assert served.for_config(other).config == other, "another one"
     assert served.engine is engine
-    assert served.for_settings({"method": None, "ratio": 0.1}) is served
+    assert served.for_config(config) is served
     with pytest.raises(MisplacedSetting, match="method, ratio changed after the engine was loaded"):
-        served.for_settings({"method": "full", "ratio": 0.2})
+        served.for_config(EngineConfig(method="full", ratio=0.2))
 
 
 @pytest.mark.parametrize("warmed", [False, True])

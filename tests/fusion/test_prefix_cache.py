@@ -85,7 +85,7 @@ def test_nothing_is_reused_that_the_request_would_not_have_computed(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(prompts(), st.integers(0, 3), st.integers(0, 200)), max_size=8), prompts())
 def test_dropping_covered_sequences_loses_nothing(earlier: list[tuple[Prompt, int, int]], prompt: Prompt) -> None:
-    cache, everything = PrefixCache(), []
+    cache, everything = PrefixCache(1 << 30), []
     for other, method, exact in earlier:
         exact = len(other) if METHODS[method].base is None else min(exact, len(other))
         everything.append(sequence(other, method, exact))
@@ -98,7 +98,7 @@ def test_dropping_covered_sequences_loses_nothing(earlier: list[tuple[Prompt, in
 
 def test_a_long_prefix_is_found_in_milliseconds() -> None:
     prompt = Prompt((Segment(Role.TEXT, tuple(range(32_000)), ""), Segment(Role.QUESTION, (1, 2), "")))
-    cache, buffer = PrefixCache(), KVBuffer((torch.zeros(1, 1, 1, 1),), (torch.zeros(1, 1, 1, 1),))
+    cache, buffer = PrefixCache(1 << 30), KVBuffer((torch.zeros(1, 1, 1, 1),), (torch.zeros(1, 1, 1, 1),))
     for number in range(64):
         ids = np.array([*prompt.ids[:-2], -number])
         cache.keep(KeptSequence(ids, buffer, len(ids), FULL_PREFILL, (), len(ids)), 0)

@@ -107,9 +107,9 @@ def test_sampling_draws_by_the_tempered_distribution(llama: LanguageModel) -> No
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({"temperature": -1.0}, "temperature must not be negative"),
-        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
-        ({"top_k": -1}, "top_k must not be negative"),
+        ({"temperature": -1.0}, "temperature must be at least 0"),
+        ({"top_p": 0.0}, "top_p must be more than 0 and at most 1"),
+        ({"top_k": -1}, "top_k must be at least 0"),
         ({"stop": "abc"}, "stop must be a sequence of non-empty strings"),
         ({"stop": ("",)}, "stop must be a sequence of non-empty strings"),
     ],

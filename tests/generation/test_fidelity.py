@@ -315,7 +315,7 @@ def test_a_store_that_hangs_costs_its_limit_and_the_answer_is_exact(
 def test_unknown_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="fidelity must be fast, heal or exact, got 'slow'"):
         SamplingParams(fidelity="slow")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"slowdown must not be negative, got -0\.1"):
+    with pytest.raises(ValueError, match=r"slowdown must be at least 0, got -0\.1"):
         SamplingParams(slowdown=-0.1)
 
 

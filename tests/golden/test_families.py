@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, Prompt, make_method
-from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob

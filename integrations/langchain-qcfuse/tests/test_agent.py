@@ -15,7 +15,6 @@ from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_qcfuse import ChatQCFuse
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
-from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES
@@ -56,7 +55,7 @@ def call_then_answer(request: ModelRequest, handler: Callable[[ModelRequest], Mo
 
 def converse(lm: LanguageModel, turns: int, checked: Collection[int]) -> None:
     """Let an agent answer questions, and compare the answers to some of them with those without prefix reuse."""
-    engine = make_engine(lm, MemoryStore(), method=make_method("full"), prefix_bytes=PREFIX_BYTES)
+    engine = make_engine(lm, MemoryStore(), method=make_method("full"), prefix_bytes=1 << 30)
     chat = ChatQCFuse.from_engine(engine, max_tokens=CALL_TOKENS)
     agent = create_agent(chat, TOOLS, middleware=[call_then_answer], checkpointer=InMemorySaver())
     for turn in range(turns):

@@ -21,13 +21,12 @@ from langchain_core.runnables.history import RunnableWithMessageHistory
 from langchain_qcfuse import ChatQCFuse
 from langchain_qcfuse.messages import turn_of
 from qcfuse_rag import LanguageModel, MemoryStore
-from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES
 
 
 def test_every_turn_reuses_the_turns_before_of_its_own_session(lm: LanguageModel) -> None:
-    engine = make_engine(lm, MemoryStore(), prefix_bytes=PREFIX_BYTES)
+    engine = make_engine(lm, MemoryStore(), prefix_bytes=1 << 30)
     chat = ChatQCFuse.from_engine(engine, max_tokens=6)
     prompt = ChatPromptTemplate.from_messages(
         [("system", " ".join(PASSAGES)), MessagesPlaceholder("history"), ("human", "{input}")]

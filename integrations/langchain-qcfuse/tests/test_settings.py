@@ -14,7 +14,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, trim
 from langchain_core.runnables import ConfigurableField
 
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method
+from qcfuse_rag import EngineConfig, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method
 from qcfuse_rag.errors import Closed, MisplacedSetting
 from qcfuse_rag.integrations import SAMPLING_SETTINGS
 from tests.support.passages import PASSAGES, QUESTION
@@ -35,9 +35,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that collects the names of models when they are loaded."""
     names, load = list[str](), FusionEngine.load
 
-    def loading(name: str, **rest: Any) -> FusionEngine:
-        names.append(name)
-        return load(name, **rest)
+    def loading(config: EngineConfig) -> FusionEngine:
+        names.append(config.model or "")
+        return load(config)
 
     monkeypatch.setattr(FusionEngine, "load", loading)
     return names

@@ -10,13 +10,12 @@ from llama_index.core.memory import ChatMemoryBuffer
 
 from llama_index.llms.qcfuse import QCFuseLLM
 from qcfuse_rag import LanguageModel, MemoryStore
-from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES
 
 
 def test_every_turn_reuses_the_turns_before(lm: LanguageModel) -> None:
-    engine = make_engine(lm, MemoryStore(), prefix_bytes=PREFIX_BYTES)
+    engine = make_engine(lm, MemoryStore(), prefix_bytes=1 << 30)
     llm = QCFuseLLM.from_engine(engine, max_new_tokens=6)
     memory = ChatMemoryBuffer.from_defaults(token_limit=1500)
     chat = SimpleChatEngine.from_defaults(llm=llm, memory=memory, system_prompt=" ".join(PASSAGES))

@@ -16,7 +16,7 @@ from qcfuse_rag.bundled import Question
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.report import FusionReport
-from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.verification.checks import string_match

@@ -16,7 +16,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.generation.decode import Generation, TextStream
 from qcfuse_rag.generation.reasoning import AnswerPiece
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
-from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.library.folder import index_folder, open_library_store, refuse_store, require_extra
 from qcfuse_rag.library.index import PassageIndex

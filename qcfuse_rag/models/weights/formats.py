@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
+from qcfuse_rag.models.source import WeightFormat
 from qcfuse_rag.models.weights.float16_linear import Float16Linear
 from qcfuse_rag.models.weights.int8_linear import Int8Linear, round_to_int8
 from qcfuse_rag.models.weights.packed_linear import PackedLinear
@@ -15,9 +16,6 @@ from qcfuse_rag.models.weights.packed_linear import PackedLinear
 if TYPE_CHECKING:  # fingerprints, and so stores, import this without a model; transformers imports slowly
     from transformers import PreTrainedModel
 
-WeightFormat = Literal["model", "float16", "int8", "auto"]
-"""`model`: as loaded, in the model's dtype; `float16`: see `Float16Linear`; `int8`: see `Int8Linear`; `auto`: float16
-on a CPU that can, unless bfloat16 is faster there."""
 HeldFormat = Literal["model", "float16", "int8"]
 """A format that a loaded model can have."""
 LINEARS: dict[HeldFormat, type[PackedLinear]] = {"float16": Float16Linear, "int8": Int8Linear}

@@ -39,7 +39,7 @@ def register() -> None:
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
-def rows_attention(  # noqa: PLR0913 called by transformers
+def rows_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.response_format import ResponseFormat
-from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
+from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.segments import Prompt
 
@@ -79,8 +79,7 @@ class GenerationRequest(BaseModel):
             see `SamplingParams`. A temperature that is not given is 0.
         seed: of the first answer; the next ones have the next seeds.
         n: number of answers to a prompt; several need a temperature, because greedy ones are equal.
-        fidelity: how closely an answer follows full prefill's, see `generation.sampling.Fidelity`; None leaves it to
-            the server.
+        fidelity: how closely an answer follows full prefill's, see `SamplingParams`; None leaves it to the server.
         method: `full` for full prefill, which takes no passage from the store; None for the server's method.
         explain: whether the answer comes with an explanation of how its prompt was computed, texts included.
     """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import aclosing
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,6 +40,7 @@ from qcfuse_rag.integrations import (
     ResponseReader,
     warn_unused,
 )
+from qcfuse_rag.prompts.template import Turn
 
 CALL_SETTINGS = (
     "max_new_tokens",
@@ -50,9 +52,6 @@ CALL_SETTINGS = (
     "chat_template_kwargs",
 )
 
-PromptFactory = Callable[[FusionEngine], Prompt]
-"""Builds a prompt once the engine is loaded."""
-
 
 class PreparedMessages(list[ChatMessage]):
     """Messages of a prompt that is built in another way than from their text; callbacks and events show the messages.
@@ -62,9 +61,35 @@ class PreparedMessages(list[ChatMessage]):
         build: builds the prompt.
     """
 
-    def __init__(self, messages: Iterable[ChatMessage], build: PromptFactory) -> None:
+    def __init__(self, messages: Iterable[ChatMessage], build: Callable[[FusionEngine], Prompt]) -> None:
         super().__init__(messages)
         self.build = build
+
+
+Conversation = PreparedMessages | Sequence[Turn] | str
+"""What a call answers: a prepared prompt, turns of the chat template, or finished text."""
+
+
+def following_schema(predict: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `structured_predict` of LlamaIndex whose answers can only follow the schema.
+
+    llguidance enforces it; if it is not installed, the schema is in the prompt alone.
+    """
+
+    @wraps(predict)
+    def predict_by_schema(
+        self: CustomLLM,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Any:
+        if find_spec("llguidance") is not None:
+            schema = {"name": output_cls.__name__, "schema": output_cls.model_json_schema()}
+            llm_kwargs = {"response_format": {"type": "json_schema", "json_schema": schema}, **(llm_kwargs or {})}
+        return predict(self, output_cls, prompt, llm_kwargs, **prompt_args)
+
+    return predict_by_schema
 
 
 class QCFuseLLM(EngineSettings, CustomLLM):
@@ -136,12 +161,12 @@ class QCFuseLLM(EngineSettings, CustomLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation."""
-        return chat_response(self.answer(self._conversation(messages, kwargs), kwargs))
+        return chat_response(self.answer(self._chat(messages, kwargs), kwargs))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece."""
-        pieces = self._completions(self._conversation(messages, kwargs), kwargs)
+        pieces = self._completions(self._chat(messages, kwargs), kwargs)
         return (chat_response(piece) for piece in pieces)
 
     @llm_completion_callback()
@@ -157,155 +182,109 @@ class QCFuseLLM(EngineSettings, CustomLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation without blocking the event loop."""
-        return chat_response(await self.aanswer(self._conversation(messages, kwargs), kwargs))
+        return chat_response(await self.aanswer(self._chat(messages, kwargs), kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Answer a conversation piece by piece without blocking the event loop."""
-        pieces = self._acompletions(self._conversation(messages, kwargs), kwargs)
+        pieces = self._acompletions(self._chat(messages, kwargs), kwargs)
         return (chat_response(piece) async for piece in pieces)
 
-    def structured_predict(
-        self,
-        output_cls: type[BaseModel],
-        prompt: BasePromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> BaseModel:
-        """Answer with an object; with `qcfuse-rag[structured]` the text can only follow its schema."""
-        return super().structured_predict(output_cls, prompt, with_schema(output_cls, llm_kwargs), **prompt_args)
+    structured_predict = following_schema(CustomLLM.structured_predict)
+    astructured_predict = following_schema(CustomLLM.astructured_predict)
+    stream_structured_predict = following_schema(CustomLLM.stream_structured_predict)
+    astream_structured_predict = following_schema(CustomLLM.astream_structured_predict)
 
-    async def astructured_predict(
-        self,
-        output_cls: type[BaseModel],
-        prompt: BasePromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> BaseModel:
-        """Answer with an object like `structured_predict` without blocking the event loop."""
-        return await super().astructured_predict(output_cls, prompt, with_schema(output_cls, llm_kwargs), **prompt_args)
-
-    def stream_structured_predict(
-        self,
-        output_cls: type[BaseModel],
-        prompt: BasePromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> Generator[Any, None, None]:
-        """Answer with an object like `structured_predict`, and yield it as it grows."""
-        return super().stream_structured_predict(output_cls, prompt, with_schema(output_cls, llm_kwargs), **prompt_args)
-
-    async def astream_structured_predict(
-        self,
-        output_cls: type[BaseModel],
-        prompt: BasePromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> AsyncGenerator[Any, None]:
-        """Answer with an object piece by piece without blocking the event loop."""
-        llm_kwargs = with_schema(output_cls, llm_kwargs)
-        return await super().astream_structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
-
-    def ask(self, build: PromptFactory, kwargs: dict[str, Any]) -> RequestHandle:
-        """Queue a prompt.
-
-        Args:
-            build: builds the prompt.
-            kwargs: settings of this call, see `sampling`.
-        """
-        return self._current_handle().submit(self._request(build, kwargs))
-
-    async def aask(self, build: PromptFactory, kwargs: dict[str, Any]) -> RequestHandle:
-        """Queue a prompt like `ask` without blocking the event loop."""
-        return await self._current_handle().asubmit(self._request(build, kwargs))
-
-    def answer(self, build: PromptFactory, kwargs: dict[str, Any]) -> CompletionResponse:
+    def answer(self, request: AnswerRequest, kwargs: dict[str, Any]) -> CompletionResponse:
         """Answer a prompt, and report its prefill to LlamaIndex's instrumentation."""
-        request = self.ask(build, kwargs)
+        answer = self._current_handle().submit(request)
         try:
-            request.result()
+            answer.result()
         finally:
-            finish(request)
-        return self._completion(request, kwargs)
+            finish(answer)
+        return self._completion(answer, kwargs)
 
-    async def aanswer(self, build: PromptFactory, kwargs: dict[str, Any]) -> CompletionResponse:
+    async def aanswer(self, request: AnswerRequest, kwargs: dict[str, Any]) -> CompletionResponse:
         """Answer a prompt like `answer` without blocking the event loop; cancelling the task cancels the request."""
-        request = await self.aask(build, kwargs)
+        answer = await self._current_handle().asubmit(request)
         try:
-            await request.aresult()
+            await answer.aresult()
         finally:
-            finish(request)
-        return self._completion(request, kwargs)
+            finish(answer)
+        return self._completion(answer, kwargs)
 
-    def read(self, request: RequestHandle, kwargs: dict[str, Any]) -> Iterator[AnswerPiece]:
-        """Yield the text and the reasoning of a queued prompt as they come, and report its prefill."""
-        reader = self._reader(request, kwargs)
-        try:
-            for text in request:
-                if any(piece := reader.push(text)):
-                    yield piece
-        finally:
-            finish(request)
-        assert request.generation is not None
-        yield reader.finish(request.generation)[0]
+    def _request(
+        self, conversation: Conversation, kwargs: dict[str, Any], *, plain: str | None = None
+    ) -> AnswerRequest:
+        """Check the settings of a call, and return a function that builds its prompt once the engine is loaded.
 
-    async def aread(self, request: RequestHandle, kwargs: dict[str, Any]) -> AsyncGenerator[AnswerPiece, None]:
-        """Yield text and reasoning like `read` without blocking the event loop."""
-        reader = self._reader(request, kwargs)
-        try:
-            async for text in request:
-                if any(piece := reader.push(text)):
-                    yield piece
-        finally:
-            finish(request)
-        assert request.generation is not None
-        yield reader.finish(request.generation)[0]
-
-    def _request(self, build: PromptFactory, kwargs: dict[str, Any]) -> AnswerRequest:
+        `plain` is completed instead of the conversation if the model has no chat template.
+        """
         warn_unused(kwargs, CALL_SETTINGS)
-        sampling = self.sampling(**kwargs)
-        response_format = _response_format(kwargs)
-        return lambda engine: (build(engine), response_format.sampling(sampling, engine.lm.tokenizer))
+        sampling, response_format = self.sampling(**kwargs), _response_format(kwargs)
+
+        def build(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
+            tokenizer = engine.lm.tokenizer
+            if isinstance(conversation, PreparedMessages):
+                prompt = conversation.build(engine)
+            else:
+                text = conversation if plain is None or tokenizer.chat_template is not None else plain
+                prompt = engine.prompt_from_text(text, chat_template_kwargs=kwargs.get("chat_template_kwargs"))
+            return prompt, response_format.sampling(sampling, tokenizer)
+
+        return build
 
     def _reader(self, request: RequestHandle, kwargs: dict[str, Any]) -> ResponseReader:
         """Return a reader of an answer; the model is loaded by now."""
         return ResponseReader(self.engine.lm.tokenizer, _response_format(kwargs), request.prompt)
 
-    def _text(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> PromptFactory:
-        to_prompt = self.completion_to_prompt
-        if not formatted and to_prompt is not default_completion_to_prompt:
-            return lambda engine: engine.prompt_from_text(to_prompt(prompt), **_template_kwargs(kwargs))
+    def _text(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> AnswerRequest:
+        if formatted:
+            return self._request(prompt, kwargs)
+        if self.completion_to_prompt is not default_completion_to_prompt:
+            return self._request(self.completion_to_prompt(prompt), kwargs)
+        return self._request([("user", prompt)], kwargs, plain=prompt)
 
-        def build(engine: FusionEngine) -> Prompt:
-            as_turn = not formatted and engine.lm.tokenizer.chat_template is not None
-            return engine.prompt_from_text([("user", prompt)] if as_turn else prompt, **_template_kwargs(kwargs))
-
-        return build
-
-    def _conversation(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> PromptFactory:
+    def _chat(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> AnswerRequest:
         if isinstance(messages, PreparedMessages):
-            return messages.build
-        turns = [turn_of(message) for message in messages]
-        custom = self.messages_to_prompt is not messages_to_prompt
-        conversation = self.messages_to_prompt(messages) if custom else turns
-        return lambda engine: engine.prompt_from_text(conversation, **_template_kwargs(kwargs))
+            return self._request(messages, kwargs)
+        if self.messages_to_prompt is not messages_to_prompt:
+            return self._request(self.messages_to_prompt(messages), kwargs)
+        return self._request([turn_of(message) for message in messages], kwargs)
 
-    def _completions(self, build: PromptFactory, kwargs: dict[str, Any]) -> CompletionResponseGen:
-        request, text, reasoning = self.ask(build, kwargs), "", ""
-        for piece in self.read(request, kwargs):
-            text, reasoning = text + piece.text, reasoning + piece.reasoning
-            extra = reasoning_kwargs(reasoning, piece.reasoning)
-            yield CompletionResponse(text=text, delta=piece.text, additional_kwargs=extra)
-        yield self._completion(request, kwargs).model_copy(update={"delta": ""})
+    def _completions(self, request: AnswerRequest, kwargs: dict[str, Any]) -> CompletionResponseGen:
+        answer, so_far = self._current_handle().submit(request), AnswerPiece("", "")
+        reader = self._reader(answer, kwargs)
+        try:
+            for text in answer:
+                if any(piece := reader.push(text)):
+                    so_far = AnswerPiece(*map(operator.add, so_far, piece))
+                    yield _grown(so_far, piece)
+        finally:
+            finish(answer)
+        yield from self._ends(answer, so_far, reader, kwargs)
 
-    async def _acompletions(self, build: PromptFactory, kwargs: dict[str, Any]) -> CompletionResponseAsyncGen:
-        request, text, reasoning = await self.aask(build, kwargs), "", ""
-        async with aclosing(self.aread(request, kwargs)) as pieces:
-            async for piece in pieces:
-                text, reasoning = text + piece.text, reasoning + piece.reasoning
-                extra = reasoning_kwargs(reasoning, piece.reasoning)
-                yield CompletionResponse(text=text, delta=piece.text, additional_kwargs=extra)
-        yield self._completion(request, kwargs).model_copy(update={"delta": ""})
+    async def _acompletions(self, request: AnswerRequest, kwargs: dict[str, Any]) -> CompletionResponseAsyncGen:
+        answer, so_far = await self._current_handle().asubmit(request), AnswerPiece("", "")
+        reader = self._reader(answer, kwargs)
+        try:
+            async for text in answer:
+                if any(piece := reader.push(text)):
+                    so_far = AnswerPiece(*map(operator.add, so_far, piece))
+                    yield _grown(so_far, piece)
+        finally:
+            finish(answer)
+        for end in self._ends(answer, so_far, reader, kwargs):
+            yield end
+
+    def _ends(
+        self, answer: RequestHandle, so_far: AnswerPiece, reader: ResponseReader, kwargs: dict[str, Any]
+    ) -> Iterator[CompletionResponse]:
+        """Yield the last piece of a stream, and the whole answer."""
+        assert answer.generation is not None
+        piece = reader.finish(answer.generation)[0]
+        yield _grown(AnswerPiece(*map(operator.add, so_far, piece)), piece)
+        yield self._completion(answer, kwargs).model_copy(update={"delta": ""})
 
     def _completion(self, request: RequestHandle, kwargs: dict[str, Any]) -> CompletionResponse:
         """Return a finished answer with its token counts; its reasoning is apart from its text."""
@@ -329,13 +308,6 @@ def _response_format(kwargs: dict[str, Any]) -> ResponseFormat:
     return ResponseFormat(response_format=kwargs.get("response_format"))
 
 
-def _template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"chat_template_kwargs": kwargs.get("chat_template_kwargs")}
-
-
-def with_schema(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a call's settings with the schema of its answer, if llguidance is installed to enforce it."""
-    if find_spec("llguidance") is None:
-        return llm_kwargs or {}
-    schema = {"name": output_cls.__name__, "schema": output_cls.model_json_schema()}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}, **(llm_kwargs or {})}
+def _grown(so_far: AnswerPiece, piece: AnswerPiece) -> CompletionResponse:
+    extra = reasoning_kwargs(so_far.reasoning, piece.reasoning)
+    return CompletionResponse(text=so_far.text, delta=piece.text, additional_kwargs=extra)

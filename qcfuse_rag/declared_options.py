@@ -1,0 +1,78 @@
+"""Read what a settings dataclass declares, so that every surface shows the same options.
+
+A settings dataclass declares an option once: a field with its type and default, limits in the type's annotation
+(`Annotated[float, Ge(0)]`), and its text under `Attributes:` in the docstring. The command line, the fields of the
+frameworks' classes and those of the server's requests are made from that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import operator
+import re
+from functools import cache
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+LIMITS = {
+    "ge": (operator.ge, "at least"),
+    "gt": (operator.gt, "more than"),
+    "le": (operator.le, "at most"),
+    "lt": (operator.lt, "less than"),
+}
+"""The limits that `annotated_types` has classes for (Ge, Gt, Le, Lt)."""
+
+
+class DeclaredOption(NamedTuple):
+    """One option of a settings dataclass.
+
+    Attributes:
+        type: of its values, without limits.
+        default: the value if none is given; `dataclasses.MISSING` if one has to be given.
+        text: what the option does, as users read it.
+        limits: the limits of a number, by the names in `LIMITS`.
+    """
+
+    type: Any
+    default: Any
+    text: str
+    limits: dict[str, float]
+
+
+@cache
+def declared_options(settings: type) -> dict[str, DeclaredOption]:
+    """Return the options of a settings dataclass by name.
+
+    Raises:
+        KeyError: if a field has no text in the docstring.
+    """
+    hints, texts = get_type_hints(settings, include_extras=True), _attribute_texts(settings)
+    options = {}
+    for field in dataclasses.fields(settings):
+        kind, *metadata = (
+            get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (hints[field.name],)
+        )
+        limits = {name: getattr(limit, name) for limit in metadata for name in LIMITS if hasattr(limit, name)}
+        options[field.name] = DeclaredOption(kind, field.default, texts[field.name], limits)
+    return options
+
+
+def check_limits(settings: Any) -> None:
+    """Check the numbers of a settings object against the limits that its class declares.
+
+    Raises:
+        ValueError: if a number is outside of its limits.
+    """
+    for name, option in declared_options(type(settings)).items():
+        value = getattr(settings, name)
+        if value is not None and not all(LIMITS[limit][0](value, bound) for limit, bound in option.limits.items()):
+            wanted = " and ".join(f"{LIMITS[limit][1]} {bound:g}" for limit, bound in option.limits.items())
+            raise ValueError(f"{name} must be {wanted}, got {value}")
+
+
+def _attribute_texts(settings: type) -> dict[str, str]:
+    """Return the texts under `Attributes:` in a docstring, by name."""
+    _, _, attributes = (inspect.getdoc(settings) or "").partition("\nAttributes:\n")
+    section = re.split(r"\n(?=\S)", attributes)[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}

