@@ -27,12 +27,12 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from qcfuse_rag.cluster.workers import RayWorkers
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.engine.scheduler import SchedulerSettings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES
 from qcfuse_rag.generation.sampling_params import Fidelity
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.server.app import make_app
@@ -92,7 +92,7 @@ class EngineDeployment:
     max_ongoing: int = 16
     max_queued: int = 64
     autoscaling: Mapping[str, Any] | None = None
-    prefix_bytes: int = PREFIX_BYTES
+    prefix_bytes: int = EngineConfig.prefix_bytes
 
     def application(self) -> serve.Application:
         """Return the application for `serve.run`."""
