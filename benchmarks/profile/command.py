@@ -12,10 +12,11 @@ from benchmarks.quality.tables import new_figure
 from benchmarks.questions import demo_samples, read_samples
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, status
-from qcfuse_rag.cli.library.settings import LibrarySettings
+from qcfuse_rag.cli.library import with_settings
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.folder import existing_store_folder
+from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.runtime.language_model import default_critical_layers
 from qcfuse_rag.runtime.layer_profile import PROFILE_FILE, LayerProfile
 from qcfuse_rag.verification.samples import Sample
@@ -33,7 +34,7 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
     template = None
     if options.store is not None:
         settings = LibrarySettings.load(options.store)
-        options, template = settings.applied_to(options), settings.template
+        options, template = with_settings(options, settings), settings.template
     samples = _samples(options)
     figure = (
         None if options.plot is None else new_figure(7, 3)

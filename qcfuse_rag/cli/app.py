@@ -13,7 +13,17 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from qcfuse_rag.cli.console import ERR, OUT, error_text, print_json, quiet_libraries, shows_tracebacks, with_full_stop
+from qcfuse_rag.cli.console import (
+    ERR,
+    OUT,
+    duration,
+    error_text,
+    print_json,
+    print_result,
+    quiet_libraries,
+    shows_tracebacks,
+    with_full_stop,
+)
 from qcfuse_rag.cli.options import (
     AskOptions,
     CorpusOptions,
@@ -107,9 +117,19 @@ def warm_prefix_command(store: Library, options: PrefixOptions, as_json: Json = 
 @warm_app.command("status")
 def warm_status(store: Library, as_json: Json = False) -> None:
     """Show the progress of the last warming job of a library."""
-    from qcfuse_rag.cli.library.job_record import show_status
+    from qcfuse_rag.library.jobs import JobRecord
 
-    show_status(store, as_json=as_json)
+    record = JobRecord.load(store)
+    state = record.actual_state
+    lines = [f"{state}: {record.done_tokens:,} of {record.total_tokens:,} tokens"]
+    if state == "running" and record.done_tokens:
+        seconds_left = (record.total_tokens - record.done_tokens) / record.tokens_per_s
+        lines.append(f"{record.tokens_per_s:,.0f} tokens per second, {duration(seconds_left)} left")
+    if record.error:
+        lines.append(record.error)
+    if state not in ("running", "finished"):
+        lines.append(f"continue the job with `qcfuse warm resume --store {store}`")
+    print_result({**record.to_dict(), "state": state, "tokens_per_s": record.tokens_per_s}, as_json, *lines)
 
 
 @app.command("serve")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, size
-from qcfuse_rag.cli.library.session import LibraryAnswer, open_session
+from qcfuse_rag.cli.library import open_session
 from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decode import Generation
+from qcfuse_rag.library.session import LibraryAnswer
 
 
 def ask_library(

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from qcfuse_rag.cli.ask import print_answer
 from qcfuse_rag.cli.console import ERR, error_text, print_line, print_note, shows_tracebacks
-from qcfuse_rag.cli.library.session import LibraryAnswer, LibrarySession, open_session
+from qcfuse_rag.cli.library import open_session
 from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.errors import PromptTooLong
+from qcfuse_rag.library.session import LibraryAnswer, LibrarySession
 from qcfuse_rag.prompts.template import Message
 
 with suppress(ImportError):  # gives `input` line editing and, for this session only, the questions by arrow keys

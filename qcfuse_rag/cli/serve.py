@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, print_line, print_note, status
-from qcfuse_rag.cli.library.job_record import forget_source
-from qcfuse_rag.cli.library.open_engine import open_engine, print_verdict_note
-from qcfuse_rag.cli.library.settings import LibrarySettings
+from qcfuse_rag.cli.library import open_engine, print_verdict_note, with_settings
 from qcfuse_rag.cli.options import ServeOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
@@ -27,14 +25,14 @@ from qcfuse_rag.library.folder import (
     index_folder,
     library_of,
     open_library_store,
-    require_extra,
     store_folder,
 )
 from qcfuse_rag.library.index import METADATA
-from qcfuse_rag.library.jobs import job_lock
+from qcfuse_rag.library.jobs import forget_source, job_lock
+from qcfuse_rag.library.settings import LibrarySettings
 
 if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.library.served import ServedLibrary
+    from qcfuse_rag.library.documents import ServedLibrary
 
 TOKEN_VARIABLE = "QCFUSE_TOKEN"
 
@@ -42,17 +40,20 @@ TOKEN_VARIABLE = "QCFUSE_TOKEN"
 def serve_library(library: Path, options: ServeOptions) -> None:
     """Serve requests until interrupted, then finish the requests in progress."""
     settings = LibrarySettings.load(library)
-    options = settings.applied_to(options)
-    method = settings.chosen_method(options)
+    options = with_settings(options, settings)
+    method = options.chosen_method()
+    settings.require_caches(method)
     token = os.environ.get(TOKEN_VARIABLE) or None
     if token is None and not _is_loopback(options.host):
         raise QCFuseError(
             f"{options.host} is open to other machines: set {TOKEN_VARIABLE} to a token for clients, or listen "
             "on 127.0.0.1"
         )
-    with require_extra("serve"):
+    try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[serve]'`") from error
     name = options.name or served_model_id(options.model or default_model())
     refused = [f"--{flag}" for flag in ("retrieve", "editable", "keep") if getattr(options, flag)]
     if options.ray is not None and refused:
@@ -153,7 +154,7 @@ def _served_library(folder: Path, engine: FusionEngine, options: ServeOptions) -
     if not _has_passages(folder):
         return None
     try:
-        from qcfuse_rag.library.served import ServedLibrary
+        from qcfuse_rag.library.documents import ServedLibrary
     except ImportError as error:
         if options.retrieve or options.editable:
             raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[cli,serve]'`") from error

@@ -214,9 +214,8 @@ def forget(
     folder: Folder, source: Document, tenant: Tenant = None, remote: RemoteUrl = None, as_json: Json = False
 ) -> None:
     """Remove a document: its passages from the library, and its chunks from every tier unless shared."""
-    from qcfuse_rag.cli.library.job_record import forget_source
     from qcfuse_rag.library.folder import existing_store_folder, forget_passages, library_of, open_store_and_sources
-    from qcfuse_rag.library.jobs import job_lock
+    from qcfuse_rag.library.jobs import forget_source, job_lock
 
     folder = library_of(folder)
     # A running warming job would save the passages again that it loaded at its start.

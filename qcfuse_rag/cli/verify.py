@@ -7,11 +7,11 @@ from pathlib import Path
 from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, print_json, print_line, progress_bar
-from qcfuse_rag.cli.library.open_engine import open_engine
-from qcfuse_rag.cli.library.settings import LibrarySettings
+from qcfuse_rag.cli.library import open_engine, with_settings
 from qcfuse_rag.cli.options import VerifyOptions
 from qcfuse_rag.library.folder import existing_store_folder, index_folder, open_library_store
 from qcfuse_rag.library.index import METADATA, PassageIndex
+from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.verification.checks import VerifyLimits
 from qcfuse_rag.verification.sweep import VerifySettings, verify
@@ -29,8 +29,10 @@ def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:
     if folder is not None:
         existing_store_folder(folder)  # do not create a library under a misspelt name
         library = LibrarySettings.load(folder)
-        options = library.applied_to(options)
-    method = options.chosen_method() if library is None else library.chosen_method(options)
+        options = with_settings(options, library)
+    method = options.chosen_method()
+    if library is not None:
+        library.require_caches(method)
     texts: list[str] = []
     with MemoryStore() if folder is None else open_library_store(folder, tenant=options.tenant) as store:
         if library is not None and (index_folder(library.folder, store) / METADATA).exists():

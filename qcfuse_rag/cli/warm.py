@@ -4,57 +4,56 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, print_note, progress_bar, size
-from qcfuse_rag.cli.library.documents import (
-    check_paths,
-    index_passages,
-    read_documents,
-    require_passages,
-    vanished_files,
-)
-from qcfuse_rag.cli.library.job_record import JobRecord
-from qcfuse_rag.cli.library.open_engine import open_engine
-from qcfuse_rag.cli.library.settings import LibrarySettings, model_name
+from qcfuse_rag.cli.library import open_engine, with_settings
 from qcfuse_rag.cli.options import CorpusOptions, WarmOptions, WeightsChoice
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.library.documents import index_passages, vanished_files
+from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.folder import (
     KV_FOLDER,
     has_secret,
     index_folder,
     open_library_store,
+    own_folders,
     refuse_store,
 )
-from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex
-from qcfuse_rag.library.jobs import job_lock
-from qcfuse_rag.library.retrieval_log import RetrievalLog
+from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, RetrievalLog, embedder_source
+from qcfuse_rag.library.jobs import JobRecord, job_lock
+from qcfuse_rag.library.readers import FILES, PassagesBySource, check_paths, read_passages, skipped_files
+from qcfuse_rag.library.settings import LibrarySettings, model_name
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.store.backends.disk_settings import read_settings
 from qcfuse_rag.store.backends.remote import url_without_secrets
 from qcfuse_rag.store.factory import KEPT_NUMBERS, open_store
 from qcfuse_rag.store.quantization import check_numbers
 
+EMBEDDING_BATCH = 256  # passages to embed together on this machine, at least
 MAX_PRINTED_REASONS = 20  # maximum number of lines printed for input that was not read
 
 
 def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> None:
     """Print the bytes and seconds that warming would take, without storing anything."""
     refuse_store(library)
-    check_paths(options, library)
+    _check_paths(options, library)
     if options.numbers is not None:
         check_numbers(options.numbers)
     settings = LibrarySettings.load(library)
-    options = settings.applied_to(options)
+    options = with_settings(options, settings)
     limit = None if options.limit_gb is None else int(options.limit_gb * 1e9)
     if (library / KV_FOLDER).is_dir():
         opened = open_library_store(library, tenant=options.tenant)
@@ -64,8 +63,8 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
         store.numbers = options.numbers or store.numbers  # changes this open view only, not the settings on disk
         engine = open_engine(store, choose_method(base=options.base), options, settings)
         unread: list[str] = []
-        passages = read_documents(engine, library, options, unread)
-        require_passages(passages, options)
+        passages = _read(engine, library, options, unread)
+        _require_passages(passages, options)
         pairs = [(source, text) for source, texts in passages.items() for text in texts]
         chunk_ids = [engine.prompts.chunk_ids(text) for _, text in pairs]
         plan = engine.corpus.warm_job(chunk_ids, batch_tokens=options.batch_tokens).plan(
@@ -92,9 +91,9 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
 def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; a repeated job skips caches that are already stored."""
     refuse_store(library)
-    check_paths(options, library, allow_empty=options.allow_empty)
+    _check_paths(options, library, allow_empty=options.allow_empty)
     settings = LibrarySettings.load(library)
-    options = settings.applied_to(options)
+    options = with_settings(options, settings)
     _require_dtype(options)
     paths = [str(path.resolve() if path.exists() else path) for path in options.paths]
     remote = options.remote and url_without_secrets(options.remote)
@@ -153,19 +152,20 @@ def _warm(settings: LibrarySettings, options: WarmOptions, record: JobRecord) ->
         engine = open_engine(store, choose_method(base=options.base), options, settings)
         workers = _ray_workers(engine, library, options)
         unread: list[str] = []
-        passages = read_documents(engine, library, options, unread, workers)
+        passages = _read(engine, library, options, unread, workers)
         folder = index_folder(library, store)
         embedder = None if options.embedder is None else model_name(options.embedder)
         index = PassageIndex.load(folder, embedder) if folder.exists() else PassageIndex(embedder or DEFAULT_EMBEDDER)
         if not index.passages:
-            require_passages(passages, options)
+            _require_passages(passages, options)
         record.save()
-        settings.after_job(options, engine.lm.fingerprint, engine.prompts.template).save()
-        vanished = vanished_files(index, options, passages)
+        template = engine.prompts.template
+        settings.after_job(engine.lm.fingerprint, template, model=options.model, base=options.base).save()
+        vanished = vanished_files(index, options.paths, passages)
         for source in vanished:  # before the index drops them: a later job could no longer see that they vanished
             engine.forget(source)
         index.remove(vanished)
-        index_passages(index, folder, passages, workers)
+        _index(index, folder, passages, workers)
         enriched = any(base.enriched for base in engine.corpus.bases)
         # Enriched passages take neighbours from the whole index, so a new document can change old passages.
         documents = index.by_source() if enriched else passages
@@ -195,6 +195,55 @@ def _warm(settings: LibrarySettings, options: WarmOptions, record: JobRecord) ->
     counts = {"documents": _count_with_text(documents), "passages": len(texts), "unread": unread}
     failed = [(pairs[index][0], reason) for index, reason in summary.failed]
     return {**counts, **summary.to_dict(), "failed": failed}, engine.verdict is not None
+
+
+def _check_paths(options: CorpusOptions, library: Path, *, allow_empty: bool = False) -> None:
+    hint = "; if all were deleted, `warm run --allow-empty` forgets them" if library.is_dir() else ""
+    check_paths(options.paths, options.reader, own_folders(library), if_empty=None if allow_empty else hint)
+
+
+def _read(
+    engine: FusionEngine,
+    library: Path,
+    options: CorpusOptions,
+    unread: list[str],
+    workers: RayWorkers | None = None,
+) -> PassagesBySource:
+    """Read and split the documents of a job, without the library's own folders, which may be among them.
+
+    Ray workers, if given, must see the files at the same paths. Files in folders that are not read are listed with the
+    reason in `unread`.
+    """
+    own = own_folders(library)
+    with progress_bar("reading documents", "files") as advance:
+        read = partial(read_passages, tokenizer=engine.lm.tokenizer, reader=options.reader)
+        if options.reader == FILES:
+            unread.extend(skipped_files(options.paths, own))
+            if workers is not None:
+                from qcfuse_rag.cluster.read import read_on_ray
+
+                read = partial(read_on_ray, workers)
+        passages = read(options.paths, max_tokens=options.max_tokens, skip=own, progress=advance, unread=unread)
+    unread.extend(f"{source} has no text" for source, texts in passages.items() if not texts)
+    return passages
+
+
+def _index(index: PassageIndex, folder: Path, passages: PassagesBySource, workers: RayWorkers | None) -> None:
+    model, at_once = embedder_source(index.embedder), EMBEDDING_BATCH
+    embed: Callable[[Sequence[str]], NDArray[np.float32]]
+    if workers is None:
+        embed = Embedder(model)
+    else:
+        from qcfuse_rag.cluster.read import embed_on_ray
+
+        at_once, embed = at_once * 16 * workers.count, partial(embed_on_ray, workers, model)
+    with progress_bar("indexing passages", "passages") as advance:
+        index_passages(index, folder, passages, embed, at_once=at_once, progress=advance)
+
+
+def _require_passages(passages: PassagesBySource, options: CorpusOptions) -> None:
+    if not any(passages.values()):
+        raise QCFuseError(f"there are no passages in {', '.join(map(str, options.paths))}")
 
 
 def _require_dtype(options: WarmOptions) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from qcfuse_rag.cli.console import print_json, print_line, print_note, size, status
-from qcfuse_rag.cli.library.open_engine import open_engine
-from qcfuse_rag.cli.library.settings import LibrarySettings
+from qcfuse_rag.cli.library import open_engine, with_settings
 from qcfuse_rag.cli.options import PrefixOptions
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.folder import existing_store_folder, open_library_store
+from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.prompts.system_prefix import MIN_TOKENS
 from qcfuse_rag.server.protocol.chat_request import ToolSpec
@@ -26,7 +26,7 @@ def warm_prefix(library: Path, options: PrefixOptions, *, as_json: bool) -> None
         raise QCFuseError("there is nothing to prefill: give --system, --tools or both")
     existing_store_folder(library)
     settings = LibrarySettings.load(library)
-    options = settings.applied_to(options)
+    options = with_settings(options, settings)
     with open_library_store(library, tenant=options.tenant) as store:
         engine = open_engine(store, choose_method(), options, settings)
         with status("prefilling"):

@@ -8,10 +8,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.library.index import DATA_FILE, METADATA, PART, PassageIndex
+from qcfuse_rag.library.index import INDEX_FILE, PassageIndex, RetrievalLog
 from qcfuse_rag.library.jobs import RECORD_NAME
-from qcfuse_rag.library.retrieval_log import FILE_NAME as LOG_NAME
-from qcfuse_rag.library.retrieval_log import RetrievalLog
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.disk_settings import read_settings
@@ -22,8 +20,6 @@ from qcfuse_rag.store.factory import open_store
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
 TEXT_FOLDER = re.compile(f"{INDEX_FOLDER}(-[0-9a-f]+)?")
 """Name of a passage folder: the common folder, or the folder of one tenant."""
-INDEX_FILE = re.compile(rf"{DATA_FILE.pattern}|({re.escape(METADATA)}|{re.escape(LOG_NAME)}){PART}")
-"""Name of a file in a passage folder."""
 SETTINGS_NAME = "library.json"
 
 
@@ -149,15 +145,6 @@ def text_files(library: Path) -> list[Path]:
     records = [library / name for name in (RECORD_NAME, SETTINGS_NAME)]
     record_files = [path for record in records for path in (record, *library.glob(f"{record.name}.*.part"))]
     return [*index_files, *record_files, library / f"{RECORD_NAME}.lock"]
-
-
-@contextmanager
-def require_extra(extra: str = "cli") -> Iterator[None]:
-    """Turn an import error of an optional dependency into an error that names the extra to install."""
-    try:
-        yield
-    except ImportError as error:
-        raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[{extra}]'`") from error
 
 
 def _is_store(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Read documents to warm: text files, JSON lines, folders of them, or another library's index."""
+"""Read documents to warm, as passages: text files, JSON lines, folders of them, or another library's index."""
 
 from __future__ import annotations
 
@@ -8,20 +8,30 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
-from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import QCFuseError
 
-TEXT_ENDINGS = {".txt", ".text", ".md", ".markdown", ".rst"}
+MARKDOWN_ENDINGS = {".md", ".markdown"}
 JSON_LINES = {".jsonl", ".ndjson"}
-KNOWN_ENDINGS = TEXT_ENDINGS | JSON_LINES
+KNOWN_ENDINGS = {".txt", ".text", ".rst"} | MARKDOWN_ENDINGS | JSON_LINES
 READERS_GROUP = "qcfuse_rag.readers"
 FILES = "files"
 
 PassagesBySource = dict[str, list[str]]
 """Passages by source, in order."""
+
+LONG_RUN = re.compile(r"(?<![^\s\u3002\uff01\uff1f])[^\s\u3002\uff01\uff1f]{1024,}")
+"""Matches text without a place to split, such as base64. The splitter's time grows with the square of its length."""
+
+LONG_LINE = re.compile(r"(?<![^\n])[^\n]{8192,}")
+"""Matches lines that are split into parts of at most `PART` characters first, for the same reason."""
+
+PART = 8192
+LAST_SENTENCE_END = re.compile(r".*(?:[.!?]\s|[\u3002\uff01\uff1f])")
+LAST_SPACE = re.compile(r".*\s")
 
 
 def read_passages(
@@ -57,20 +67,43 @@ def read_passages(
         for path in named:
             for source, text in read(path):
                 passages.setdefault(source, []).append(text)
-    else:
-        splitting = TextSplitting(tokenizer, max_tokens)
-        files = list(find_files(named, skip))
-        for done, file in enumerate(files, start=1):
-            try:
-                for source, texts in _read_file(file, splitting).items():
-                    passages.setdefault(source, []).extend(texts)
-            except QCFuseError as error:
-                if unread is None or file in named:
-                    raise
-                unread.append(str(error))
-            if progress is not None:
-                progress(done, len(files))
+        return passages
+    splitting = TextSplitting(tokenizer, max_tokens)
+    files = list(find_files(named, skip))
+    for done, file in enumerate(files, start=1):
+        try:
+            for source, texts in _read_file(file, splitting).items():
+                passages.setdefault(source, []).extend(texts)
+        except QCFuseError as error:
+            if unread is None or file in named:
+                raise
+            unread.append(str(error))
+        if progress is not None:
+            progress(done, len(files))
     return passages
+
+
+def check_paths(paths: Iterable[Path], reader: str, skip: Sequence[Path], *, if_empty: str | None) -> None:
+    """Check the paths and the reader of a job before a model is loaded.
+
+    Each folder is checked by itself: an empty folder may be a missing mount, and warming would forget its documents.
+
+    Args:
+        paths: see `read_passages`, as the next two.
+        reader: its name.
+        skip: folders to leave out.
+        if_empty: what to add to the error about a folder without text files; None accepts it.
+
+    Raises:
+        QCFuseError: if one of them cannot be read, or what reads it is not installed.
+    """
+    if reader != FILES:
+        load_reader(reader)
+        return
+    _import_splitters()
+    for path in paths:
+        if not any(True for _ in find_files([path], skip)) and if_empty is not None:
+            raise QCFuseError(f"there are no text files in {path}{if_empty}")
 
 
 def find_files(paths: Iterable[Path], skip: Sequence[Path] = ()) -> Iterator[Path]:
@@ -128,15 +161,6 @@ def skipped_files(paths: Iterable[Path], skip: Sequence[Path] = ()) -> Iterator[
             yield _printable(f"{folder} has files that are not text ({kinds}); convert them first")
 
 
-def _is_inside(path: Path, resolved: Iterable[Path], skipped: Iterable[Path] = ()) -> bool:
-    """Return whether a path, with its links followed, is one of the given files or in one of the given folders.
-
-    What is in one of the folders `skipped` is not.
-    """
-    target = path.resolve()
-    return any(map(target.is_relative_to, resolved)) and not any(map(target.is_relative_to, skipped))
-
-
 def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
     """Return the reader of an installed package.
 
@@ -154,6 +178,63 @@ def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
     return read
 
 
+def is_markdown(name: str) -> bool:
+    """Return whether a document is Markdown, by its name."""
+    return Path(name).suffix.lower() in MARKDOWN_ENDINGS
+
+
+class TextSplitting:
+    """Split text at its own structure, in time proportional to its length.
+
+    Args:
+        tokenizer: measures passages.
+        max_tokens: most tokens of a passage.
+
+    Raises:
+        QCFuseError: if semantic-text-splitter is not installed.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+        plain, markdown = _import_splitters()
+        self._plain = plain.from_huggingface_tokenizer(tokenizer.backend_tokenizer, max_tokens)
+        self._markdown = markdown.from_huggingface_tokenizer(tokenizer.backend_tokenizer, max_tokens)
+        self._max_tokens = max_tokens
+
+    def split(self, text: str, *, markdown: bool) -> list[str]:
+        """Return the passages of a text; page breaks of extracted PDF count as blank lines.
+
+        A run of 1,024 characters without a space or an end of a sentence is cut by its length in bytes, because no
+        token is shorter than a byte.
+        """
+        splitter = self._markdown if markdown else self._plain
+        text = text.replace("\f", "\n\n")
+        passages: list[str] = []
+        end = 0
+        for run in LONG_RUN.finditer(text):
+            for part in _split_long_lines(text[end : run.start()]):
+                passages += splitter.chunks(part)
+            for piece in _cut_by_bytes(run[0], self._max_tokens):
+                passages += self._plain.chunks(piece)
+            end = run.end()
+        for part in _split_long_lines(text[end:]):
+            passages += splitter.chunks(part)
+        return passages
+
+
+def _import_splitters() -> tuple[Any, Any]:
+    try:
+        from semantic_text_splitter import MarkdownSplitter, TextSplitter
+    except ImportError as error:
+        raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[cli]'`") from error
+    return TextSplitter, MarkdownSplitter
+
+
+def _is_inside(path: Path, resolved: Iterable[Path], skipped: Iterable[Path] = ()) -> bool:
+    """Return whether a path, with its links followed, is in what is given, and not in what is skipped."""
+    target = path.resolve()
+    return any(map(target.is_relative_to, resolved)) and not any(map(target.is_relative_to, skipped))
+
+
 def _read_file(path: Path, splitting: TextSplitting) -> Mapping[str, list[str]]:
     try:
         text = path.read_text("utf-8-sig")
@@ -164,21 +245,7 @@ def _read_file(path: Path, splitting: TextSplitting) -> Mapping[str, list[str]]:
         raise QCFuseError(f"the name of {name.encode(errors='surrogateescape')!r} is not UTF-8; rename it")
     if path.suffix.lower() in JSON_LINES:
         return _read_lines(path, text, name, splitting)
-    return {name: splitting.split(text, markdown=path.suffix.lower() in {".md", ".markdown"})}
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a text is valid Unicode, without lone surrogates from undecodable bytes or escapes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _printable(text: str) -> str:
-    """Return a text with a question mark for every byte that is not UTF-8."""
-    return text.encode(errors="replace").decode()
+    return {name: splitting.split(text, markdown=is_markdown(name))}
 
 
 def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> PassagesBySource:
@@ -201,52 +268,17 @@ def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> P
     return passages
 
 
-PAGE_BREAK = "\f"
-
-LONG_RUN = re.compile(r"(?<![^\s\u3002\uff01\uff1f])[^\s\u3002\uff01\uff1f]{1024,}")
-"""Matches text without a place to split, such as base64. The splitter's time grows with the square of its length."""
-
-LONG_LINE = re.compile(r"(?<![^\n])[^\n]{8192,}")
-"""Matches lines that are split into parts of at most `PART` characters first, for the same reason."""
-
-PART = 8192
-LAST_SENTENCE_END = re.compile(r".*(?:[.!?]\s|[\u3002\uff01\uff1f])")
-LAST_SPACE = re.compile(r".*\s")
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no lone surrogates, from undecodable bytes or escapes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
-class TextSplitting:
-    """Split text at its own structure, in time proportional to its length.
-
-    Args:
-        tokenizer: measures passages.
-        max_tokens: most tokens of a passage.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
-        backend = tokenizer.backend_tokenizer
-        self._plain = TextSplitter.from_huggingface_tokenizer(backend, max_tokens)
-        self._markdown = MarkdownSplitter.from_huggingface_tokenizer(backend, max_tokens)
-        self._max_tokens = max_tokens
-
-    def split(self, text: str, *, markdown: bool) -> list[str]:
-        """Return the passages of a text; page breaks of extracted PDF count as blank lines.
-
-        A run of 1,024 characters without a space or an end of a sentence is cut by its length in bytes, because no
-        token is shorter than a byte.
-        """
-        splitter = self._markdown if markdown else self._plain
-        text = text.replace(PAGE_BREAK, "\n\n")
-        passages: list[str] = []
-        end = 0
-        for run in LONG_RUN.finditer(text):
-            for part in _split_long_lines(text[end : run.start()]):
-                passages += splitter.chunks(part)
-            for piece in _cut_by_bytes(run[0], self._max_tokens):
-                passages += self._plain.chunks(piece)
-            end = run.end()
-        for part in _split_long_lines(text[end:]):
-            passages += splitter.chunks(part)
-        return passages
+def _printable(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def _split_long_lines(text: str) -> Iterator[str]:

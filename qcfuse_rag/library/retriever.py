@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from qcfuse_rag.library.embedder import Embedder
-from qcfuse_rag.library.index import IndexedPassage, PassageIndex, embedder_source
-from qcfuse_rag.library.retrieval_log import RetrievalLog
+from qcfuse_rag.library.index import IndexedPassage, PassageIndex, RetrievalLog, embedder_source
 
 HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
 """Matches a Markdown heading."""

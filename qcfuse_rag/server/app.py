@@ -25,7 +25,7 @@ from qcfuse_rag.server.protocol.error_responses import error_response
 from qcfuse_rag.server.protocol.json_body import JsonBodies
 
 if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.library.served import ServedLibrary
+    from qcfuse_rag.library.documents import ServedLibrary
 
 
 def make_app(

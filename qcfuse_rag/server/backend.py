@@ -30,7 +30,7 @@ from qcfuse_rag.server.protocol.events import AnswerTokens, Event, PlainReader, 
 from qcfuse_rag.server.protocol.generation_request import GenerationRequest
 
 if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.library.served import ServedLibrary
+    from qcfuse_rag.library.documents import ServedLibrary
 
 LOG = logging.getLogger(__name__)
 

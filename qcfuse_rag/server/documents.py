@@ -19,7 +19,7 @@ from qcfuse_rag.server.protocol.error_responses import error_body, error_respons
 from qcfuse_rag.server.protocol.generation_request import FailFastList
 
 if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.library.served import ServedLibrary
+    from qcfuse_rag.library.documents import ServedLibrary
 
 LOG = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from qcfuse_rag.server.protocol.generation_request import FailFastList
 from qcfuse_rag.server.protocol.json_body import JsonBodies
 
 if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.library.served import ServedLibrary
+    from qcfuse_rag.library.documents import ServedLibrary
 
 MAX_TEXTS = 2048
 """Most texts of a request, as in OpenAI's API."""

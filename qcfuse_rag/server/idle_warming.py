@@ -13,7 +13,7 @@ from qcfuse_rag.background_thread import BackgroundThread
 from qcfuse_rag.engine.engine_handle import EngineHandle
 
 if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.library.served import ServedLibrary
+    from qcfuse_rag.library.documents import ServedLibrary
 
 LOG = logging.getLogger(__name__)
 

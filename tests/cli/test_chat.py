@@ -18,8 +18,8 @@ import pytest
 from qcfuse_rag import FusionEngine, LanguageModel
 from qcfuse_rag.cli import ask
 from qcfuse_rag.cli.chat import Conversation, _uninterrupted
-from qcfuse_rag.cli.library.session import LibraryAnswer
 from qcfuse_rag.errors import PromptTooLong
+from qcfuse_rag.library.session import LibraryAnswer
 from tests.support.cli import Run
 from tests.support.families import build_model
 

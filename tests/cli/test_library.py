@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag.cli.library.settings import LibrarySettings
 from qcfuse_rag.cli.serve import served_model_id
+from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.prompts.template import PromptTemplate
 from tests.support.cases import cases
 from tests.support.cli import Run

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from qcfuse_rag import DiskStore, open_store
-from qcfuse_rag.cli.library.job_record import JobRecord
-from qcfuse_rag.library.index import IndexedPassage, PassageIndex
-from qcfuse_rag.library.retrieval_log import RetrievalLog
+from qcfuse_rag.library.index import IndexedPassage, PassageIndex, RetrievalLog
+from qcfuse_rag.library.jobs import JobRecord
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.testing import example_chunk, example_key

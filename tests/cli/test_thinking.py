@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag.cli.library.session import LibrarySession
-from qcfuse_rag.cli.library.settings import LibrarySettings
+from qcfuse_rag.library.session import LibrarySession
+from qcfuse_rag.library.settings import LibrarySettings
 from tests.support.cli import Run
 from tests.support.thinking import answer_with, thinking_model
 

@@ -188,11 +188,11 @@ def test_a_job_that_was_killed_is_called_so_and_resumed(run: Run, model_folder: 
     rows.write_text("\n".join(json.dumps({"text": f"Passage {i} about boats.", "source": str(i)}) for i in range(40)))
     store = tmp_path / "s"
     program = (
-        "import os, signal, sys; from qcfuse_rag.cli import app; from qcfuse_rag.cli.library import job_record\n"
+        "import os, signal, sys; from qcfuse_rag.cli import app; from qcfuse_rag.library import jobs\n"
         "def advance(self, done, total):\n"
         "    self.done_tokens, self.total_tokens = done, total; self.save()\n"
         "    if done * 2 > total: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "job_record.JobRecord.advance = advance\n"
+        "jobs.JobRecord.advance = advance\n"
         "app.main()\n"
     )
     command = [sys.executable, "-c", program, "warm", "run", str(rows), "--store", str(store)]

@@ -10,7 +10,7 @@ import pytest
 
 from qcfuse_rag import FusionEngine
 from qcfuse_rag.engine.engine_handle import EngineHandle
-from qcfuse_rag.library.served import ServedLibrary
+from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
 from tests.support.serving import client

@@ -16,9 +16,9 @@ import pytest
 from numpy.typing import NDArray
 
 from qcfuse_rag import FusionEngine
+from qcfuse_rag.library.documents import EMBEDDED_AT_ONCE, ServedLibrary
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
-from qcfuse_rag.library.served import EMBEDDED_AT_ONCE, ServedLibrary
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
 from qcfuse_rag.server.embeddings import MAX_TEXTS

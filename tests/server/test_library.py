@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,10 +20,11 @@ import pytest
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
 from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.errors import Busy
+from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
+from qcfuse_rag.library.readers import is_markdown
 from qcfuse_rag.library.retriever import Retriever
-from qcfuse_rag.library.served import ServedLibrary, _split
 from qcfuse_rag.server import idle_warming
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import RequestLimits
@@ -257,8 +257,7 @@ def test_questions_are_retrieved_for_while_documents_are_added(
 
 
 def test_a_markdown_file_is_known_by_its_ending_in_capitals_too() -> None:
-    splitting: Any = SimpleNamespace(split=lambda text, markdown: markdown)
-    assert [_split(splitting, name, "# Mill") for name in ("a.md", "A.MD", "a.txt")] == [True, True, False]
+    assert [is_markdown(name) for name in ("a.md", "A.MD", "a.txt")] == [True, True, False]
 
 
 async def test_two_documents_of_one_name_are_refused(http: httpx.AsyncClient, folder: Path) -> None:

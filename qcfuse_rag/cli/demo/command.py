@@ -15,11 +15,11 @@ from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar,
 from qcfuse_rag.cli.demo.page import demo_page
 from qcfuse_rag.cli.demo.pair import AnsweredPair, PairView, ask_both
 from qcfuse_rag.cli.demo.table import summarise, summary_table
-from qcfuse_rag.cli.library.open_engine import print_profile_note
+from qcfuse_rag.cli.library import print_profile_note
 from qcfuse_rag.cli.options import DemoOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.ingestion.summary import WarmSummary
-from qcfuse_rag.library.folder import require_extra
+from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import nearest
 
 SHOWN = 6
@@ -31,9 +31,6 @@ FUSED_SHARE = 0.5
 
 def run_demo(options: DemoOptions, *, as_json: bool) -> None:
     """Run the demonstration: print each question's two answers and a table, or one JSON object."""
-    with require_extra():
-        from qcfuse_rag.library.embedder import Embedder
-
     asked, texts = chosen_questions(options), list(corpus().values())
     if not as_json:
         _say(

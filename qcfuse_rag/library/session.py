@@ -1,31 +1,23 @@
-"""Open a library for questions: its store, its passages and its model, each loaded once."""
+"""Answer questions over an open library: its passages and its engine, each loaded once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.cli.library.open_engine import open_engine, print_verdict_note
-from qcfuse_rag.cli.library.settings import LibrarySettings, model_name
-from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.generation.decode import Generation, TextStream
 from qcfuse_rag.generation.reasoning import AnswerPiece
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
-from qcfuse_rag.generation.sampling_params import SamplingParams
+from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
-from qcfuse_rag.library.folder import index_folder, open_library_store, refuse_store, require_extra
-from qcfuse_rag.library.index import PassageIndex
+from qcfuse_rag.library.retriever import RetrievedPassage, Retriever
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_html
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import Message
-
-if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.library.retriever import RetrievedPassage, Retriever
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,11 +64,12 @@ class LibraryAnswer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LibrarySession:
-    """An open library that answers questions."""
+    """An open library that answers questions; `count` passages are retrieved for each."""
 
     engine: FusionEngine
     retriever: Retriever
-    options: AskOptions
+    count: int = 6
+    fidelity: Fidelity = "fast"
 
     def answer(self, question: str, *, history: Sequence[Message] = (), max_new_tokens: int) -> LibraryAnswer:
         """Retrieve passages for a question after earlier turns, prefill the prompt, and return the answer as a stream.
@@ -85,10 +78,10 @@ class LibrarySession:
             PromptTooLong: if history, passages and answer exceed the model's context window.
         """
         asked = [text for role, text in history if role == "user"]
-        passages = self.retriever.retrieve(question, self.options.top_k, after=asked[-1] if asked else None)
+        passages = self.retriever.retrieve(question, self.count, after=asked[-1] if asked else None)
         prompt = self.engine.prompt(question, [passage.text for passage in passages], history)
         tokenizer, text = self.engine.lm.tokenizer, ResponseFormat()
-        params = SamplingParams(max_new_tokens=max_new_tokens, fidelity=self.options.fidelity.value)
+        params = SamplingParams(max_new_tokens=max_new_tokens, fidelity=self.fidelity)
         stream = self.engine.stream(prompt, text.sampling(params, tokenizer))
         reader = ResponseReader(tokenizer, text, prompt)
         return LibraryAnswer(passages, self.retriever.short_names(passages), prompt, stream, reader)
@@ -108,27 +101,3 @@ class LibrarySession:
             ],
         )
         write_atomically(path, page)
-
-
-@contextmanager
-def open_session(library: Path, options: AskOptions) -> Iterator[LibrarySession]:
-    """Open a library for questions, with its own model, method and wording where the options name none.
-
-    Raises:
-        QCFuseError: if there is no library, or it has another model, embedder or base than the options name.
-    """
-    with require_extra():
-        from qcfuse_rag.library.retriever import Retriever
-
-    refuse_store(library)
-    settings = LibrarySettings.load(library)
-    options = settings.applied_to(options)
-    method = settings.chosen_method(options)
-    embedder = None if options.embedder is None else model_name(options.embedder)
-    if not library.is_dir():
-        PassageIndex.load(index_folder(library), embedder)  # raises; opening the store would create the folder
-    with open_library_store(library, tenant=options.tenant) as store:
-        retriever = Retriever(index_folder(library, store), embedder)
-        engine = open_engine(store, method, options, settings)
-        print_verdict_note(engine)
-        yield LibrarySession(engine, retriever, options)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import FusionEngine
-from qcfuse_rag.library import retrieval_log as module
-from qcfuse_rag.library.retrieval_log import RetrievalLog
+from qcfuse_rag.library import index as module
+from qcfuse_rag.library.index import RetrievalLog
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import ENRICHED

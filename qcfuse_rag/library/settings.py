@@ -6,10 +6,10 @@ import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.cli.options import CorpusOptions, MethodOptions, ModelOptions, WeightsChoice
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.library.folder import SETTINGS_NAME, library_of
@@ -19,8 +19,6 @@ from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.store.prefill_base import Base
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct (the default)"
-
-OptionsT = TypeVar("OptionsT", bound=ModelOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,34 +83,30 @@ class LibrarySettings:
         """Whether documents were warmed with known settings."""
         return bool(self.fingerprint)
 
-    def applied_to(self, options: OptionsT) -> OptionsT:
-        """Return a command's options with the library's settings in place of options that were not given.
+    def model_settings(
+        self, *, model: str | None = None, dtype: str | None = None, weights: str | None = None
+    ) -> dict[str, Any]:
+        """Return the model, its dtype and its format of weights that the library was warmed with; {} if none was.
+
+        Args:
+            model: the model that the user names; None or the library's own.
+            dtype: its dtype, likewise.
+            weights: its format of weights, likewise.
 
         Raises:
-            QCFuseError: if the command names another model, dtype or format of weights than the library has.
+            QCFuseError: if the user names another one than the library has.
         """
         if not self.exists:
-            return options
-        given_model = None if options.model is None else model_name(options.model)
-        weights = WeightsChoice(self.fingerprint.get("weight_format", "model"))
-        given_weights = None if options.weights is WeightsChoice.AUTO else options.weights
-        self._require_same("model", given_model, self._own_model(given_model))
-        self._require_same("dtype", options.dtype, self.fingerprint["dtype"])
-        self._require_same("weights", given_weights, weights)
-        changes: dict[str, Any] = {"model": self.model, "dtype": self.fingerprint["dtype"], "weights": weights}
-        if isinstance(options, CorpusOptions):
-            changes["base"] = options.base or self.base
-        elif isinstance(options, MethodOptions) and options.method is None:
-            changes |= {"method": self.method, "base": options.base or self.base}
-        return replace(options, **changes)
+            return {}
+        given = None if model is None else model_name(model)
+        own = {"dtype": self.fingerprint["dtype"], "weights": self.fingerprint.get("weight_format", "model")}
+        self._require_same("model", given, self._own_model(given))
+        self._require_same("dtype", dtype, own["dtype"])
+        self._require_same("weights", weights, own["weights"])
+        return {"model": self.model, **own}
 
-    def chosen_method(self, options: MethodOptions) -> Method:
-        """Return the method that options, with the library's settings applied, name.
-
-        Raises:
-            QCFuseError: if it reads no caches that the library has, or there is no such method.
-        """
-        method = options.chosen_method()
+    def require_caches(self, method: Method) -> None:
+        """Refuse a method that reads no caches that the library has."""
         read = [plain_name(base) for base in method.bases]
         if self.exists and read and not set(read) & set(self.bases):
             raise QCFuseError(
@@ -120,18 +114,19 @@ class LibrarySettings:
                 f"{method.name} reads {' and '.join(read)} ones; leave out --method and --base, or run "
                 f"`qcfuse warm run --base {read[0]}` on its documents"
             )
-        return method
 
-    def after_job(self, options: CorpusOptions, fingerprint: Fingerprint, template: PromptTemplate) -> LibrarySettings:
-        """Return the settings of the library once a job with these options has warmed documents."""
-        warmed = choose_method(base=options.base).bases
+    def after_job(
+        self, fingerprint: Fingerprint, template: PromptTemplate, *, model: str | None, base: str | None
+    ) -> LibrarySettings:
+        """Return the settings of the library once a job with this model and base has warmed documents."""
+        warmed = choose_method(base=base).bases
         earlier = self.bases if self.change_of_model(fingerprint) is None else ()
         return replace(
             self,
-            model=None if options.model is None else model_name(options.model),
+            model=None if model is None else model_name(model),
             fingerprint=fingerprint.fields(),
             method=self.method or default_method().name,
-            base=options.base,
+            base=base,
             bases=tuple(dict.fromkeys((*earlier, *map(plain_name, warmed)))),
             template=template,
         )
@@ -148,8 +143,6 @@ class LibrarySettings:
     def _own_model(self, given: str | None) -> str:
         if self.model is not None or given is None:
             return self.model or DEFAULT_MODEL_NAME
-        from qcfuse_rag.bundled import default_model
-
         return given if given == model_name(default_model()) else DEFAULT_MODEL_NAME
 
     def _require_same(self, setting: str, given: str | None, own: str) -> None:

@@ -1,13 +1,14 @@
-"""A library that a server answers from: its passages are retrieved, and its documents can be added and removed."""
+"""The documents of a library: a warming job brings its index up to date; a server adds and removes single ones."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,66 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError, StoreError
 from qcfuse_rag.ingestion.warm_job import Progress
 from qcfuse_rag.library.index import PassageIndex
-from qcfuse_rag.library.readers import TextSplitting
+from qcfuse_rag.library.readers import TextSplitting, is_markdown
 from qcfuse_rag.library.retriever import QUERY_CHARACTERS, RetrievedPassage, Retriever
 
+INDEX_SAVE_INTERVAL_S = 30.0
 PASSAGE_TOKENS = 384
 EMBEDDED_AT_ONCE = 8
 """Texts of a client to embed before a question of another client may be retrieved for."""
 
 BATCH_TOKENS = 512
 """Tokens to warm between two looks whether requests wait."""
+
+
+def vanished_files(index: PassageIndex, paths: Iterable[Path], passages: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the sources to forget: indexed files that no longer exist in the folders, and documents without text.
+
+    A source just read is kept: a JSON lines record may have the name of a file elsewhere.
+    """
+    folders = [path.resolve() for path in paths if path.is_dir()]
+    sources = {passage.source for passage in index.passages}
+    deleted = {
+        source for source in sources if any(map(Path(source).is_relative_to, folders)) and not os.path.isfile(source)
+    }
+    return (deleted | passages.keys()) - {source for source, texts in passages.items() if texts}
+
+
+def index_passages(
+    index: PassageIndex,
+    folder: Path,
+    passages: Mapping[str, list[str]],
+    embed: Callable[[Sequence[str]], NDArray[np.float32]],
+    *,
+    at_once: int,
+    progress: Progress,
+) -> None:
+    """Embed the passages of new and changed documents, and save the index at intervals and at the end.
+
+    Args:
+        index: to bring up to date.
+        folder: of the index.
+        passages: of all documents, by source.
+        embed: returns `[N, D]` vectors of length 1.
+        at_once: passages to embed together, at least.
+        progress: called with passages `(done, total)`.
+    """
+    indexed = index.by_source()
+    changed = {source: texts for source, texts in passages.items() if indexed.get(source) != texts}
+    saved_at = time.monotonic()
+    done, total = 0, sum(map(len, changed.values()))
+    while changed:
+        batch: dict[str, list[str]] = {}
+        while changed and sum(map(len, batch.values())) < at_once:
+            source = next(iter(changed))
+            batch[source] = changed.pop(source)
+        index.replace(batch, embed([text for texts in batch.values() for text in texts]))
+        done += sum(map(len, batch.values()))
+        progress(done, total)
+        if time.monotonic() - saved_at > INDEX_SAVE_INTERVAL_S:
+            index.save(folder)
+            saved_at = time.monotonic()
+    index.save(folder)
 
 
 class ServedLibrary(Retriever):
@@ -63,6 +115,7 @@ class ServedLibrary(Retriever):
         self._folder, self._engine, self._count = folder, engine, count
         self._changing = changing
         self.forget_listeners: list[Callable[[str], object]] = [on_forget]
+        self._splitting = TextSplitting(engine.lm.tokenizer, PASSAGE_TOKENS) if editable else None
         self._retrieving = threading.Lock()  # tokenizers cannot be used by two threads at once
 
     def retrieve_for(self, question: str, after: str | None) -> list[RetrievedPassage]:
@@ -126,8 +179,8 @@ class ServedLibrary(Retriever):
         if any(base.enriched for base in self._engine.corpus.bases):
             raise QCFuseError("caches of this library are made with their neighbours; use `qcfuse warm run` here")
         documents = {self._source_of(name): text for name, text in documents.items()}
-        splitting = TextSplitting(self._engine.lm.tokenizer, PASSAGE_TOKENS)
-        passages = {name: _split(splitting, name, text) for name, text in documents.items()}
+        assert self._splitting is not None
+        passages = {name: self._splitting.split(text, markdown=is_markdown(name)) for name, text in documents.items()}
         if empty := [name for name, texts in passages.items() if not texts]:
             raise QCFuseError(f"{empty[0]} has no text")
         texts = [text for document in passages.values() for text in document]
@@ -185,7 +238,3 @@ class ServedLibrary(Retriever):
             self._log.keep_only(passage.text for passage in index.passages)
         except OSError as error:
             raise StoreError(f"the library cannot be written: {error.strerror}") from error
-
-
-def _split(splitting: TextSplitting, name: str, text: str) -> list[str]:
-    return splitting.split(text, markdown=PurePath(name).suffix.lower() in (".md", ".markdown"))
