@@ -15,7 +15,6 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import print_note, status
 from qcfuse_rag.cli.options import AskOptions, CorpusOptions, MethodOptions, ModelOptions, WeightsChoice, WordingOptions
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.verification.verdict import verdict_problem
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.library.folder import index_folder, open_library_store, refuse_store
 from qcfuse_rag.library.index import PassageIndex
@@ -23,6 +22,7 @@ from qcfuse_rag.library.retriever import Retriever
 from qcfuse_rag.library.session import LibrarySession
 from qcfuse_rag.library.settings import LibrarySettings, model_name
 from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.verification.verdict import verdict_problem
 
 OptionsT = TypeVar("OptionsT", bound=ModelOptions)
 
