@@ -25,7 +25,7 @@ from qcfuse_rag.methods.relaycaching import StoredAnswer, store_answer
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.recognition import PassageSignatures
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.backends.base import KVStore, evict_removed
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import FRAMED, Base
@@ -311,7 +311,7 @@ class Corpus:
         with suppress(StoreError):  # nothing is known then; chunks are still checked when they are read
             self._followed, removed = self.open_sources().garbage.removed_since(self._followed)
             if removed:
-                self._store.evict_removed(removed)
+                evict_removed(self._store, removed)
         return bool(removed)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from qcfuse_rag.ingestion.enrichment import enrich_chunks
 from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
 from qcfuse_rag.ingestion.target import Ids, PrefillTarget
 from qcfuse_rag.ingestion.token_ranking import instruction_ids
+from qcfuse_rag.store.backends.base import check_entry, get_checked
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED, Base
@@ -115,7 +116,11 @@ class BatchPrefiller:
             return None
         key = target.key(BLIND, target.prefix_ids)
         stored = target.store.get(key)
-        if isinstance(stored, ChunkKV) and stored.numbers == LOSSLESS and target.store.check(key, stored) is None:
+        if (
+            isinstance(stored, ChunkKV)
+            and stored.numbers == LOSSLESS
+            and check_entry(target.store, key, stored) is None
+        ):
             return stored
         started = time.perf_counter()
         computed = prefill_chunk(target.lm, target.prefix_ids)
@@ -125,7 +130,7 @@ class BatchPrefiller:
 
     def _framed(self, ids: Ids, system_prefix: ChunkKV | None) -> tuple[str, ChunkKV]:
         """Return a neighbour's `hash_ids` and its framed cache, computed if the store cannot give it."""
-        stored = self._target.store.get_checked(self._target.key(FRAMED, ids))
+        stored = get_checked(self._target.store, self._target.key(FRAMED, ids))
         if isinstance(stored, ChunkKV):
             return hash_ids(ids), stored
         return hash_ids(ids), prefill_chunk(self._target.lm, ids, prefix=system_prefix)

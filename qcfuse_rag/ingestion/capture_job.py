@@ -17,6 +17,7 @@ from qcfuse_rag.ingestion.chunk_attention import expected_overhead, worth_by_sav
 from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
 from qcfuse_rag.ingestion.target import Ids, PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.store.backends.base import get_checked
 from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
@@ -191,7 +192,7 @@ class CaptureJob:
             if key not in target.store:
                 with self._recorded(key, [ids]):
                     WarmJob(target, [ids], bases=[FRAMED]).run()
-            stored = target.store.get_checked(key)
+            stored = get_checked(target.store, key)
             if isinstance(stored, ChunkKV):
                 return stored
             reason = stored.reason

@@ -52,7 +52,7 @@ def job_lock(library: Path) -> Iterator[None]:
 
 
 def _host() -> str:
-    from qcfuse_rag.store.backends.disk_files import process_namespace
+    from qcfuse_rag.store.backends.files import process_namespace
 
     return process_namespace()
 
@@ -96,7 +96,7 @@ class JobRecord:
     @property
     def actual_state(self) -> str:
         """The state; `killed` if the record says `running` but its process on this machine no longer exists."""
-        from qcfuse_rag.store.backends.disk_files import process_has_ended
+        from qcfuse_rag.store.backends.files import process_has_ended
 
         return "killed" if self.state == "running" and process_has_ended(self.host, self.pid) else self.state
 

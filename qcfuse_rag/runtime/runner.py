@@ -17,6 +17,7 @@ from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
 from qcfuse_rag.runtime.measured_costs import MeasuredCosts
 from qcfuse_rag.runtime.step_costs import MeasuredStepCosts
 from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.backends.memory import MemoryStore
 
 LOG = logging.getLogger(__name__)
 
@@ -113,4 +114,5 @@ def _page_lock(lm: LanguageModel, store: KVStore) -> None:
     """Have a store keep new entries where the model's GPU reads them fastest."""
     if lm.device.type == "cuda":
         for tier in store.tiers:
-            tier.page_lock()
+            if isinstance(tier, MemoryStore):
+                tier.page_lock()

@@ -8,12 +8,11 @@ from typing import Any
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.admin import Progress
-from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.backends.base import Miss, check_entry
 from qcfuse_rag.store.backends.disk import DiskStore
-from qcfuse_rag.store.backends.disk_quota import DiskQuota
-from qcfuse_rag.store.backends.index_database import INDEX_FAILURES, QUARANTINE, WRITING
-from qcfuse_rag.store.documents.garbage import Garbage
+from qcfuse_rag.store.backends.index import INDEX_FAILURES, WRITING, DiskQuota
 from qcfuse_rag.store.documents.manifest import FILE_NAME, Manifest, manifest_damage
+from qcfuse_rag.store.documents.sources import Garbage
 
 
 @dataclass(slots=True)
@@ -65,16 +64,10 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
     Raises:
         StoreError: if the store cannot be written.
     """
-    quota, report = store.require_quota(), CheckReport()
+    report = CheckReport()
     try:
-        before = quota.index.size()
-        with quota.index.transact():
-            quota.reclaim()
-        report.leftovers = _remove_leftovers(store, quota)
-        report.lost = quota.remove_lost()
-        report.found, report.damaged = quota.index_new_files()
+        store.change(lambda quota: _agree(store, quota, report))
         report.strays = sorted(str(path.relative_to(store.files.folder)) for path in store.files.strays())
-        report.reclaimed_bytes = max(0, before - quota.index.size())
         addresses = [address for address, _ in store.files.entries()]
         for done, address in enumerate(addresses, start=1):
             reason = _damage(store, address)
@@ -96,16 +89,17 @@ def collect_garbage(store: DiskStore) -> int:
     Raises:
         StoreError: if the store cannot be written.
     """
-    quota = store.require_quota()
-    try:
+
+    def collect(quota: DiskQuota) -> int:
         before = quota.index.size()
         with quota.index.transact():
             quota.reclaim()
-            for name, *_ in list(quota.index.rows(QUARANTINE)):
-                store.files.remove_quarantined(name)
-                quota.index.delete(name)
+            quota.clear_quarantine()
         _remove_leftovers(store, quota)
         return before - quota.index.size()
+
+    try:
+        return store.change(collect)
     except INDEX_FAILURES as error:
         raise StoreError(f"cannot clean {store.folder}: {error}") from error
 
@@ -116,11 +110,21 @@ def rebuild(store: DiskStore) -> int:
     Raises:
         StoreError: if the index cannot be written.
     """
-    quota = store.require_quota()
     try:
-        return quota.rebuild()
+        return store.change(DiskQuota.rebuild)
     except INDEX_FAILURES as error:
         raise StoreError(f"cannot rebuild the index of {store.folder}: {error}") from error
+
+
+def _agree(store: DiskStore, quota: DiskQuota, report: CheckReport) -> None:
+    """Make the index agree with the files."""
+    before = quota.index.size()
+    with quota.index.transact():
+        quota.reclaim()
+    report.leftovers = _remove_leftovers(store, quota)
+    report.lost = quota.remove_lost()
+    report.found, report.damaged = quota.index_new_files()
+    report.reclaimed_bytes = max(0, before - quota.index.size())
 
 
 def _ownerless(store: DiskStore) -> list[str]:
@@ -136,7 +140,7 @@ def _damage(store: DiskStore, address: str) -> str | None:
     opened = store.open(address)
     if isinstance(opened, Miss):
         return None if opened.reason in ("absent", "expired") else opened.reason
-    miss = store.check(address, opened[1])
+    miss = check_entry(store, address, opened[1])
     return None if miss is None else miss.reason
 
 

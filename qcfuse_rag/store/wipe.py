@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sqlite3
 import stat
 from collections.abc import Iterable
@@ -13,24 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.backends.disk_files import ADDRESS, SHARD
-from qcfuse_rag.store.regular_file import is_regular
+from qcfuse_rag.store.backends.files import FILES_BESIDE, FOLDERS
 
 BLOCK_BYTES = 1 << 20
-PART = r"(\.[0-9a-f]{16}\.part)?"
-FOLDERS = {
-    "objects": re.compile(rf"{SHARD.pattern}/{ADDRESS.pattern}\.kv"),
-    "tmp": re.compile(r"[^/]+\.part"),
-    "quarantine": re.compile(rf"{ADDRESS.pattern}\.(kv|json)"),
-    "models": re.compile(r"[0-9a-f]+\.json"),
-    "index": re.compile(r"cache\.db(-wal|-shm|-journal)?"),
-    "verdicts": re.compile(rf"[^/]+\.json{PART}"),
-}
-"""Which files of a store's folders are its own, by their paths inside the folder."""
-FILES = re.compile(
-    rf"(store\.json|profile\.json|costs-[0-9a-f]+\.json|sources\.db(\.damaged)?(-wal|-shm|-journal)?){PART}"
-)
-"""Which files beside the folders are the store's own."""
 
 
 @dataclass(slots=True)
@@ -72,81 +56,57 @@ def wipe(folder: Path, also: Iterable[Path] = ()) -> WipeReport:
     try:
         if not (folder / "objects").is_dir():
             raise StoreError(f"there is no store in {folder}")
-        if _is_used(folder):
+        if _is_used(folder / "index" / "cache.db"):
             raise StoreError(f"a program uses the store in {folder}; stop it, then wipe")
         for name, own in FOLDERS.items():
-            _wipe_folder(folder / name, own, report)
-        _wipe_files([path for path in folder.iterdir() if FILES.fullmatch(path.name)], report)
-        _wipe_files(also, report)
+            top = folder / name
+            if top.is_symlink():
+                report.left.append(str(top))
+                continue
+            for root, folders, files in os.walk(top, topdown=False):
+                for path in (Path(root, file) for file in files):
+                    if own.fullmatch(path.relative_to(top).as_posix()):
+                        _wipe_file(path, report)
+                    else:
+                        report.left.append(str(path))
+                report.left += [str(path) for inside in folders if (path := Path(root, inside)).is_symlink()]
+                with suppress(OSError):  # something was left in it
+                    os.rmdir(root)
+        for path in (*(path for path in folder.iterdir() if FILES_BESIDE.fullmatch(path.name)), *also):
+            _wipe_file(path, report)
     except OSError as error:
         raise StoreError(f"cannot wipe {folder}: {error}") from error
     return report
 
 
-def _is_used(folder: Path) -> bool:
+def _is_used(database: Path) -> bool:
     """Return whether a program has the index of a store open: SQLite leaves its log only if nobody else has."""
-    path = folder / "index" / "cache.db"
-    if path.parent.is_symlink() or not is_regular(path):
+    if database.parent.is_symlink() or database.is_symlink() or not database.is_file():
         return False
     try:
-        with closing(sqlite3.connect(path, timeout=0)) as database:
-            database.execute("PRAGMA journal_mode = DELETE").fetchall()
+        with closing(sqlite3.connect(database, timeout=0)) as connection:
+            connection.execute("PRAGMA journal_mode = DELETE").fetchall()
     except sqlite3.Error as error:
         return "locked" in str(error)
     return False
 
 
-def _wipe_folder(top: Path, own: re.Pattern[str], report: WipeReport) -> None:
-    """Wipe the store's own files in one of its folders, and remove the folders that are empty then."""
-    if not os.path.lexists(top):
+def _wipe_file(path: Path, report: WipeReport) -> None:
+    """Overwrite and remove a file, if it is a regular file."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
         return
-    if not stat.S_ISDIR(top.lstat().st_mode):
-        report.left.append(str(top))
-        return
-    # `fwalk` works on open folders: a folder that is replaced by a link meanwhile is not followed.
-    for root, folders, files, descriptor in os.fwalk(top, topdown=False, follow_symlinks=False):
-        for name in files:
-            path = Path(root, name)
-            if own.fullmatch(path.relative_to(top).as_posix()):
-                _wipe_file(path, descriptor, report)
-            else:
-                report.left.append(str(path))
-        for name in folders:
-            try:
-                os.rmdir(name, dir_fd=descriptor)
-            except OSError:  # a link, or something was left in it
-                if os.path.islink(os.path.join(root, name)):
-                    report.left.append(os.path.join(root, name))
-    with suppress(OSError):
-        top.rmdir()
-
-
-def _wipe_files(paths: Iterable[Path], report: WipeReport) -> None:
-    for path in paths:
-        with suppress(FileNotFoundError):
-            descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                _wipe_file(path, descriptor, report)
-            finally:
-                os.close(descriptor)
-
-
-def _wipe_file(path: Path, folder: int, report: WipeReport) -> None:
-    """Overwrite and remove a file in an open folder, if it is a regular file."""
-    if not stat.S_ISREG(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
+    if not stat.S_ISREG(status.st_mode):
         report.left.append(str(path))
         return
-    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with closing(os.fdopen(os.open(path.name, flags, dir_fd=folder), "wb", buffering=0)) as file:
-        status = os.fstat(file.fileno())
-        alone = status.st_nlink == 1
-        if alone and stat.S_ISREG(status.st_mode):
+    if status.st_nlink == 1:
+        with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb", buffering=0) as file:
             remaining = status.st_size
             while remaining > 0:
                 remaining -= file.write(bytes(min(remaining, BLOCK_BYTES)))
             os.fsync(file.fileno())
-    os.unlink(path.name, dir_fd=folder)
-    if alone:
         report.files += 1
     else:
         report.linked.append(str(path))
+    path.unlink()

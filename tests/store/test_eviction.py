@@ -123,16 +123,6 @@ def test_memory_forgets_the_least_recently_used() -> None:
     assert [example_key(number) in store for number in range(3)] == [True, False, True]
 
 
-def test_memory_forgets_the_least_used_if_told_to() -> None:
-    store = MemoryStore(limit_bytes=2 * SIZE, eviction="lfu")
-    for number in (0, 1):
-        store.put(example_key(number), example_chunk(number))
-    for number in (0, 0, 1):
-        store.get(example_key(number))
-    store.put(example_key(2), example_chunk(2))
-    assert [example_key(number) in store for number in range(3)] == [True, False, True]
-
-
 def test_memory_keeps_the_small_and_dear_before_the_large_and_cheap() -> None:
     store = MemoryStore(limit_bytes=7 * SIZE, eviction="cost")
     store.put(example_key(0), example_chunk(0), saved_ms=5000.0)
@@ -151,14 +141,6 @@ def test_memory_does_not_forget_what_is_pinned() -> None:
     store.pin(example_key(0), pinned=False)
     store.put(example_key(4), example_chunk(4))
     assert example_key(0) not in store
-
-
-def test_what_is_put_again_stays_pinned() -> None:
-    store = MemoryStore(limit_bytes=2 * SIZE)
-    store.put(example_key(), example_chunk())
-    store.pin(example_key())
-    store.put(example_key(), example_chunk(1))
-    assert [entry.pinned for entry in store.entries()] == [True]
 
 
 def test_a_chunk_for_which_there_can_be_no_room_is_an_error_that_says_why() -> None:
@@ -181,17 +163,3 @@ def test_memory_with_a_time_to_live_gives_nothing_older(monkeypatch: pytest.Monk
     monkeypatch.setattr("time.time", lambda: entry.expires)
     assert store.get(example_key()) == Miss("expired")
     assert example_key() not in store
-
-
-def test_an_expiry_of_its_own_counts_before_the_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore(ttl_s=60.0)
-    store.put(example_key(), example_chunk().with_expiry(4e9))
-    assert [entry.expires for entry in store.entries()] == [4e9]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_makes_room(policy: str) -> None:
-    store = MemoryStore(limit_bytes=2 * SIZE, eviction=policy)
-    for number in range(3):
-        store.put(example_key(number), example_chunk(number))
-    assert example_key(2) in store

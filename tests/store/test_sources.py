@@ -138,18 +138,6 @@ def test_a_manifest_on_a_read_only_mount_is_read(store: DiskStore, monkeypatch: 
         Sources(store)
 
 
-def test_a_passage_named_twice_is_one(store: DiskStore, sources: Sources) -> None:
-    sources.replace("a.md", stored(store, 0, 0))
-    sources.replace("a.md", stored(store, 0))
-    assert sources.forget("a.md") == 1
-
-
-def test_forgetting_what_was_never_known_does_nothing(store: DiskStore, sources: Sources) -> None:
-    stored(store, 0)
-    assert sources.forget("unheard of") == 0
-    assert present(store, 1) == [0]
-
-
 def test_chunks_that_never_had_a_source_are_left_alone(store: DiskStore, sources: Sources) -> None:
     stored(store, 0)
     sources.replace("a.md", stored(store, 1))
@@ -173,12 +161,6 @@ def test_what_is_forgotten_goes_from_all_tiers_pinned_or_not(tmp_path: Path) -> 
         assert [example_key(0) in tier for tier in store.tiers] == [False, False]
 
 
-def test_what_was_evicted_before_is_forgotten_without_counting(store: DiskStore, sources: Sources) -> None:
-    sources.replace("a.md", stored(store, 0, 1))
-    store.discard(example_key(0))
-    assert sources.forget("a.md") == 1
-
-
 def test_missing_chunks_are_counted_by_source(store: DiskStore, sources: Sources) -> None:
     sources.replace("a.md", stored(store, 0, 1))
     sources.replace("b.md", stored(store, 1, 2, 3))
@@ -187,12 +169,6 @@ def test_missing_chunks_are_counted_by_source(store: DiskStore, sources: Sources
     for key in keys(1, 2):
         store.discard(key)
     assert sources.missing() == {"a.md": 1, "b.md": 2}
-
-
-def test_a_manifest_survives_a_restart(store: DiskStore, sources: Sources) -> None:
-    sources.replace("a.md", stored(store, 0))
-    sources.close()
-    assert Sources(store).addresses("a.md") == {example_key(0).address}
 
 
 def test_what_a_crash_left_undone_is_finished_later(
@@ -213,18 +189,6 @@ def test_what_a_crash_left_undone_is_finished_later(
     assert again.garbage.collect() == 2
     assert present(store, 2) == []
     assert again.garbage.collect() == 0
-
-
-def test_a_chunk_taken_up_again_meanwhile_is_not_removed(
-    store: DiskStore, sources: Sources, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources.replace("a.md", stored(store, 0, 1))
-    with monkeypatch.context() as patch:
-        patch.setattr(sources.garbage, "collect", lambda: 0)
-        sources.forget("a.md")
-    sources.replace("b.md", keys(1))
-    assert sources.garbage.collect() == 0
-    assert present(store, 2) == [1]
 
 
 def test_a_chunk_taken_up_again_at_the_last_moment_is_not_removed_either(
@@ -292,14 +256,6 @@ def test_writers_at_the_same_time_never_remove_what_another_has(store: DiskStore
     assert present(store, 8) == []
 
 
-def test_a_store_in_memory_has_sources_too() -> None:
-    store = MemoryStore()
-    sources = Sources(store)
-    sources.replace("a.md", stored(store, 0))
-    assert sources.forget("a.md") == 1
-    assert present(store, 1) == []
-
-
 # Tenants.
 
 
@@ -322,20 +278,6 @@ def test_a_tenant_does_not_remove_anothers_chunk_by_naming_it(store: DiskStore) 
     assert of_bob.remove("a.md", [alice.address(example_key(0))]) == 0
     assert Sources(store).garbage.collect() == 0
     assert_same(alice.get(example_key(0)), example_chunk(0))
-
-
-def test_what_one_tenants_crash_left_undone_is_not_anothers_to_finish(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alice, bob = (TenantStore(store, name, SECRET) for name in ("alice", "bob"))
-    of_alice = Sources(alice)
-    of_alice.replace("a.md", stored(alice, 0))
-    with monkeypatch.context() as patch:
-        patch.setattr(of_alice.garbage, "collect", lambda: 0)
-        of_alice.forget("a.md")
-    assert Sources(bob).garbage.collect() == 0
-    assert example_key(0) in alice
-    assert of_alice.garbage.collect() == 1
 
 
 # Manifests that fail.

@@ -15,7 +15,6 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.backends.tiered import TieredStore
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.key import tenant_prefix
 from qcfuse_rag.store.quantization import LOSSLESS
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.test_tiered_store import PATIENCE_S, Watched
@@ -61,23 +60,12 @@ def test_a_tenant_has_nothing_to_do_with_what_is_nobodys(shared: DiskStore, alic
     assert KEY in shared
 
 
-def test_a_tenant_is_the_same_one_after_a_restart(shared: DiskStore, alice: TenantStore) -> None:
-    alice.put(KEY, example_chunk())
-    assert_same(TenantStore(shared, "alice", SECRET).get(KEY), example_chunk())
-
-
 def test_addresses_cannot_be_made_without_the_secret(shared: DiskStore, alice: TenantStore, bob: TenantStore) -> None:
     guesses = [TenantStore(shared, "alice", b"another secret of enough bytes"), bob]
     guessed = {store.address(KEY) for store in guesses} | {KEY.address, replace(KEY, namespace="alice").address}
     assert len(guessed) == 4
     assert alice.address(KEY) not in guessed
     assert not any(alice.address(KEY)[17:] == address[-32:] for address in guessed)
-
-
-def test_names_that_run_together_with_the_secret_are_different_tenants(shared: DiskStore) -> None:
-    first = TenantStore(shared, "b", b"sixteen letters.a")
-    other = TenantStore(shared, "ab", b"sixteen letters.")
-    assert first.address(KEY) != other.address(KEY)
 
 
 def test_who_claims_to_be_another_is_still_oneself(alice: TenantStore, bob: TenantStore) -> None:
@@ -124,24 +112,6 @@ def test_a_tenant_removes_its_own_entries_only(alice: TenantStore, bob: TenantSt
     assert_same(bob.get(KEY), example_chunk())
 
 
-def test_a_tenant_pins_its_own_entries_only(alice: TenantStore, bob: TenantStore) -> None:
-    for store in (alice, bob):
-        store.put(KEY, example_chunk())
-    assert alice.pin(KEY)
-    assert [entry.pinned for entry in alice.entries()] == [True]
-    assert [entry.pinned for entry in bob.entries()] == [False]
-
-
-def test_an_address_tells_whose_it_is_and_no_more(alice: TenantStore) -> None:
-    address, other = alice.address(KEY), alice.address(example_key(1))
-    assert address[:17] == other[:17] == alice.prefix
-    assert (len(address), address[16]) == (49, "-")
-    found = alice.put(KEY, example_chunk()) or alice.open(address)
-    assert not isinstance(found, Miss)
-    assert tenant_prefix(found[0].namespace) == alice.prefix
-    assert found[0].namespace not in address
-
-
 def test_tenants_are_kept_apart_in_every_tier() -> None:
     with TieredStore(MemoryStore(), MemoryStore(), write_behind_bytes=1 << 20) as shared:
         alice, bob = (TenantStore(shared, name, SECRET) for name in ("alice", "bob"))
@@ -152,15 +122,6 @@ def test_tenants_are_kept_apart_in_every_tier() -> None:
         assert bob.clear() == 1
         assert [alice.address(KEY) in tier for tier in shared.tiers] == [True, True]
         assert_same(alice.get(KEY), example_chunk(1))
-
-
-def test_what_waits_to_be_written_is_removed_with_a_tenant_too() -> None:
-    with TieredStore(MemoryStore(10), MemoryStore(), write_behind_bytes=1 << 20) as shared:
-        alice = TenantStore(shared, "alice", SECRET)
-        alice.put(KEY, example_chunk())
-        assert alice.clear() == 1
-        alice.flush()
-        assert list(shared.entries()) == []
 
 
 def test_prefetch_brings_a_tenants_own_entry_near() -> None:
@@ -205,15 +166,6 @@ def test_closing_a_view_leaves_a_shared_store_open(shared: DiskStore, alice: Ten
     with alice:
         alice.put(KEY, example_chunk())
     assert shared.stats()[0].entries == 1
-
-
-def test_closing_a_view_that_was_opened_with_its_store_writes_what_waits(tmp_path: Path) -> None:
-    options = {"tenant": "alice", "secret": SECRET, "memory_bytes": 10, "write_behind_bytes": 1 << 20}
-    with open_store(tmp_path, **options) as alice:  # type: ignore[arg-type]
-        for number in range(20):
-            alice.put(example_key(number), example_chunk(number))
-    with open_store(tmp_path, **options) as alice:  # type: ignore[arg-type]
-        assert all(example_key(number) in alice for number in range(20))
 
 
 def test_a_tenant_is_not_told_where_anothers_entry_is(alice: TenantStore, bob: TenantStore) -> None:

@@ -97,23 +97,6 @@ def test_what_is_read_from_far_comes_near(tmp_path: Path) -> None:
         assert_same(store.get(KEY), example_chunk())
 
 
-def test_what_is_opened_does_not(tmp_path: Path) -> None:
-    with TieredStore(MemoryStore(), DiskStore(tmp_path)) as store:
-        store.far.put(KEY, example_chunk())
-        assert not isinstance(store.open(KEY.address), Miss)
-        assert KEY not in store.near
-
-
-def test_what_is_damaged_far_does_not_come_near(tmp_path: Path) -> None:
-    with TieredStore(MemoryStore(), DiskStore(tmp_path)) as store:
-        store.far.put(KEY, example_chunk())
-        [path] = tmp_path.rglob("*.kv")
-        path.write_bytes(path.read_bytes()[:-1] + b"X")
-        assert store.get(KEY) == Miss("checksum of block value.2 differs")
-        assert [KEY in tier for tier in store.tiers] == [False, False]
-        assert store.far.stats()[0].discarded == 1
-
-
 def test_a_disk_that_fails_under_a_chunk_is_a_miss_and_nothing_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,14 +121,6 @@ def test_prefetch_brings_near_by_itself() -> None:
         store.prefetch([example_key(1), KEY])
         assert near.was_put.wait(PATIENCE_S)
         assert_same(near.get(KEY), example_chunk())
-
-
-def test_prefetch_passes_over_what_is_near_already() -> None:
-    with TieredStore(MemoryStore(), MemoryStore()) as store:
-        put(store, 0)
-        store.prefetch([KEY])
-        store.close()
-        assert [stats.hits for stats in store.stats()] == [0, 0]
 
 
 def test_a_near_tier_too_small_does_not_stand_in_the_way(tmp_path: Path) -> None:
@@ -256,15 +231,6 @@ def test_a_folder_knows_the_remote_behind_it_but_not_its_password(
 # Writing later.
 
 
-def test_put_returns_before_the_far_tier_has_the_chunk(later: TieredStore, far: Gated) -> None:
-    put(later, 0)
-    assert far.begun.wait(PATIENCE_S)
-    assert KEY not in far
-    far.gate.set()
-    later.flush()
-    assert_same(far.get(KEY), example_chunk())
-
-
 def test_what_waits_can_be_seen_in_every_way(later: TieredStore) -> None:
     put(later, 0, 1)
     for number in (0, 1):
@@ -274,16 +240,6 @@ def test_what_waits_can_be_seen_in_every_way(later: TieredStore) -> None:
         assert not isinstance(found, Miss)
         assert found[0] == example_key(number)
     assert {(e.address, e.size_bytes) for e in later.entries()} == {(example_key(n).address, SIZE) for n in (0, 1)}
-
-
-def test_what_waits_is_a_copy(later: TieredStore, far: Gated) -> None:
-    chunk = example_chunk()
-    later.put(KEY, chunk)
-    chunk.blocks["key.0"].zero_()
-    assert_same(later.get(KEY), example_chunk())
-    far.gate.set()
-    later.flush()
-    assert_same(far.get(KEY), example_chunk())
 
 
 def test_whoever_brings_more_than_may_be_held_back_waits(later: TieredStore, far: Gated) -> None:
@@ -305,18 +261,6 @@ def test_a_chunk_larger_than_may_be_held_back_may_wait_alone(later: TieredStore,
     assert waiting_for(another)
     far.gate.set()
     assert ends(another)
-
-
-def test_the_newest_of_two_chunks_that_wait_is_written(later: TieredStore, far: Gated) -> None:
-    put(later, 1)
-    assert far.begun.wait(PATIENCE_S)
-    later.put(KEY, example_chunk(8))
-    later.put(KEY, example_chunk(9))
-    assert_same(later.get(KEY), example_chunk(9))
-    far.gate.set()
-    later.flush()
-    assert_same(far.get(KEY), example_chunk(9))
-    assert far.order == [example_key(1).address, KEY.address]
 
 
 def test_a_chunk_put_again_while_it_is_written_is_written_again(later: TieredStore, far: Gated) -> None:
@@ -367,24 +311,11 @@ def test_what_is_discarded_while_it_is_written_is_gone_afterwards(later: TieredS
     assert (KEY in far, KEY in later) == (False, False)
 
 
-def test_what_expires_while_it_waits_is_a_miss(later: TieredStore) -> None:
-    later.put(KEY, example_chunk().with_expiry(1.0))
-    assert isinstance(later.get(KEY), Miss)
-    assert isinstance(later.open(KEY.address), Miss)
-
-
 def test_pinning_reaches_what_waits(later: TieredStore, far: Gated) -> None:
     put(later, 0)
     far.gate.set()
     assert later.pin(KEY)
     assert [entry.pinned for entry in far.entries()] == [True]
-
-
-def test_clear_removes_what_waits_too(later: TieredStore, far: Gated) -> None:
-    put(later, 0, 1)
-    far.gate.set()
-    assert later.clear() == 2
-    assert list(later.entries()) == list(far.entries()) == []
 
 
 def test_closing_writes_what_waits(tmp_path: Path) -> None:
@@ -403,29 +334,6 @@ def test_closing_tells_what_could_not_be_written_and_closes_all_the_same(far: Ga
         store.close()
     assert not any(thread.name == "qcfuse-write-behind" for thread in threading.enumerate())
     store.close()
-
-
-def test_what_a_use_saves_is_told_to_every_tier(later: TieredStore, far: Gated) -> None:
-    far.gate.set()
-    later.put(KEY, example_chunk(), saved_ms=7.5)
-    later.flush()
-    assert [entry.saved_ms for entry in far.entries()] == [7.5]
-
-
-def test_what_is_discarded_while_it_is_read_does_not_come_back() -> None:
-    near, far = MemoryStore(), MemoryStore()
-    store = TieredStore(near, far)
-    far.put(KEY, example_chunk())
-    read = far.get
-
-    def read_and_lose(key: ChunkKey) -> ChunkKV | Miss:
-        found = read(key)
-        store.discard(key)
-        return found
-
-    far.get = read_and_lose  # type: ignore[method-assign]
-    assert isinstance(store.get(KEY), ChunkKV), "the reader had it already"
-    assert KEY not in store
 
 
 def test_what_is_discarded_while_it_waits_and_is_read_does_not_come_back(far: Gated) -> None:
@@ -458,13 +366,6 @@ def test_clearing_does_not_mind_what_could_not_be_written() -> None:
     store.put(KEY, example_chunk())
     store.clear()
     assert KEY not in store
-
-
-def test_a_use_counts_once() -> None:
-    store = TieredStore(MemoryStore(), MemoryStore())
-    store.far.put(KEY, example_chunk())
-    store.get(KEY)
-    assert sum(stats.hits for stats in store.stats()) == 1
 
 
 def test_uses_of_the_tier_in_memory_count_where_the_disk_evicts(tmp_path: Path) -> None:

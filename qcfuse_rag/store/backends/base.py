@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
@@ -136,25 +137,6 @@ class KVStore(ABC):
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk, whose blocks may be read and checked on access, or why there is none; counts as a use."""
 
-    def get_checked(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the entry with every block read and checked, or why there is none; see `check`."""
-        found = self.get(key)
-        return found if isinstance(found, Miss) else self.check(key, found) or found
-
-    def check(self, key: ChunkKey | str, chunk: ChunkKV) -> Miss | None:
-        """Read every block of an entry; return why that is not possible, or None. A damaged entry is discarded."""
-        try:
-            chunk.read()
-        except CorruptEntry as error:
-            self.discard(key, str(error))
-            return Miss(str(error))
-        except OSError as error:
-            return Miss(f"cannot be read: {error}")
-        return None
-
-    def note_use(self, address: str) -> None:  # noqa: B027 - most stores count uses in `get` alone
-        """Count a use of an entry that a nearer tier has returned, so that eviction here knows of it."""
-
     @abstractmethod
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
         """Return an entry with its key, given only its address; does not count as a use."""
@@ -213,9 +195,6 @@ class KVStore(ABC):
         """The stores this one consists of, nearest first."""
         return [self]
 
-    def page_lock(self) -> None:  # noqa: B027 - most stores keep no tensors
-        """Page-lock entries in host memory from now on, so that a GPU reads them faster; for stores that keep some."""
-
     @property
     def encrypted(self) -> bool:
         """Whether entries outside of this process's memory are encrypted."""
@@ -223,9 +202,6 @@ class KVStore(ABC):
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:  # noqa: B027 - a store with one tier has nothing to do
         """Start copying entries to the nearest tier; returns at once. Does nothing if there is only one tier."""
-
-    def evict_removed(self, addresses: Iterable[str]) -> None:  # noqa: B027
-        """Remove from memory what another process removed from the store, such as a forgotten document."""
 
     def flush(self) -> None:  # noqa: B027 - most stores write at once
         """Wait until all chunks are in the farthest tier.
@@ -244,3 +220,38 @@ class KVStore(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@runtime_checkable
+class CountsUses(Protocol):
+    """A store that evicts by uses, and is told of those that a nearer tier answers."""
+
+    def note_use(self, address: str) -> None:
+        """Count a use of an entry that a nearer tier has returned."""
+
+
+def get_checked(store: KVStore, key: ChunkKey) -> ChunkKV | Miss:
+    """Return a store's entry with every block read and checked, or why there is none; see `check_entry`."""
+    found = store.get(key)
+    return found if isinstance(found, Miss) else check_entry(store, key, found) or found
+
+
+def check_entry(store: KVStore, key: ChunkKey | str, chunk: ChunkKV) -> Miss | None:
+    """Read every block of an entry; return why that is not possible, or None. A damaged entry is discarded."""
+    try:
+        chunk.read()
+    except CorruptEntry as error:
+        store.discard(key, str(error))
+        return Miss(str(error))
+    except OSError as error:
+        return Miss(f"cannot be read: {error}")
+    return None
+
+
+def evict_removed(store: KVStore, addresses: Iterable[str]) -> None:
+    """Remove from each tier what another process removed from the folder behind it; a remote is not asked."""
+    removed = list(addresses)
+    for near, far in pairwise(store.tiers):
+        for address in removed:
+            if far.folder is not None and address not in far:  # else it was warmed again meanwhile
+                near.discard(address)

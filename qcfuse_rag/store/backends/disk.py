@@ -6,25 +6,35 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
-from qcfuse_rag.store.backends.disk_files import StoreFiles
-from qcfuse_rag.store.backends.disk_index import open_index
-from qcfuse_rag.store.backends.disk_quota import UNKNOWN_MS_PER_TOKEN, DiskQuota
 from qcfuse_rag.store.backends.disk_settings import DEFAULT_LIMIT_BYTES, resolve_settings, write_if_possible
 from qcfuse_rag.store.backends.eviction import eviction_policy
-from qcfuse_rag.store.backends.index_database import ENTRY, INDEX_FAILURES, PINNED
+from qcfuse_rag.store.backends.files import StoreFiles
+from qcfuse_rag.store.backends.index import (
+    ENTRY,
+    INDEX_FAILURES,
+    PINNED,
+    UNKNOWN_MS_PER_TOKEN,
+    DiskQuota,
+    IndexReplaced,
+    is_damage,
+    open_index,
+)
 from qcfuse_rag.store.backends.remote import url_without_secrets
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import MappedFile, check_key, open_chunk
 from qcfuse_rag.store.key import ChunkKey, address_of
+
+Result = TypeVar("Result")
 
 
 class DiskStore(KVStore):
@@ -117,18 +127,19 @@ class DiskStore(KVStore):
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Write the chunk; it can be read only once it is complete on disk."""
-        quota = self.require_quota()
+        self.require_quota()
         converted = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
         parts = encode(key, converted, cipher=self.cipher)
         if saved_ms is None:
             saved_ms = chunk.n_tokens * UNKNOWN_MS_PER_TOKEN
         try:
-            reservation = quota.reserve(key.address, sum(len(part) for part in parts))
+            size = sum(len(part) for part in parts)
+            reservation = self.change(lambda quota: quota.reserve(key.address, size))
             try:
                 self.files.write(reservation.temporary, parts)
-                quota.publish(reservation, converted.numbers, saved_ms, converted.expires)
+                self.change(lambda quota: quota.publish(reservation, converted.numbers, saved_ms, converted.expires))
             except BaseException:
-                quota.release(reservation)
+                self.change(lambda quota: quota.release(reservation))
                 raise
         except INDEX_FAILURES as error:
             raise self._unwritable(error) from error
@@ -140,8 +151,10 @@ class DiskStore(KVStore):
         if self.quota is None:
             return False
         try:
-            removed = self.quota.remove(address) if reason is None else self.quota.quarantine(address, reason)
-        except INDEX_FAILURES:
+            removed = self.change(
+                lambda quota: quota.remove(address) if reason is None else quota.quarantine(address, reason)
+            )
+        except (StoreError, *INDEX_FAILURES):
             return False
         with self._lock:
             self._counts["discarded"] += removed and reason is not None
@@ -149,7 +162,7 @@ class DiskStore(KVStore):
 
     def __contains__(self, key: ChunkKey | str) -> bool:
         try:
-            exists = self.files.status(address_of(key)) is not None
+            exists = self.files.size(address_of(key)) is not None
         except OSError:
             return False
         return exists and (self.ttl_s is None or not isinstance(self.open(address_of(key)), Miss))
@@ -165,7 +178,7 @@ class DiskStore(KVStore):
                 yield EntryInfo(address, path.stat().st_size)
             return
         try:
-            rows = list(self.quota.index.rows(ENTRY, PINNED))
+            rows = self.change(lambda quota: quota.index.rows(ENTRY, PINNED))
         except INDEX_FAILURES as error:
             raise StoreError(f"cannot read {self.folder}: {error}") from error
         for address, record, expires, tag in rows:
@@ -190,21 +203,20 @@ class DiskStore(KVStore):
             if self.quota is not None:
                 addresses = {entry.address for entry in self.entries()}
                 addresses |= {address for address, _ in self.files.entries()}
-                self.quota.clear_quarantine()
-                return sum(self.quota.remove(address) for address in addresses)
+                self.change(DiskQuota.clear_quarantine)
+                return sum(self.change(lambda quota, address=address: quota.remove(address)) for address in addresses)
         except (StoreError, *INDEX_FAILURES):
             pass  # on a full disk the index cannot be written: remove the files first
         try:
-            self.files.clear_quarantine()
+            for path in list(self.files.quarantined_entries()):
+                self.files.remove_quarantined(path.name)
             count = sum(self.files.remove(address) for address, _ in list(self.files.entries()))
         except OSError as error:
             raise self._unwritable(error) from error
         if self.quota is None:
-            index = self.files.folder / "index"
-            if index.is_dir():  # to remove a pipe as a folder is to wait for ever
-                shutil.rmtree(index, ignore_errors=True)  # rebuilt when the store is opened next
+            shutil.rmtree(self.files.folder / "index", ignore_errors=True)  # rebuilt when the store is opened next
         else:
-            with suppress(*INDEX_FAILURES), self.quota.index.transact():
+            with suppress(StoreError, *INDEX_FAILURES):
                 self.quota.index.clear()
         return count
 
@@ -214,9 +226,8 @@ class DiskStore(KVStore):
         Raises:
             StoreError: if the index cannot be written.
         """
-        quota = self.require_quota()
         try:
-            return quota.pin(address_of(key), pinned=pinned)
+            return self.change(lambda quota: quota.pin(address_of(key), pinned=pinned))
         except INDEX_FAILURES as error:
             raise self._unwritable(error) from error
 
@@ -226,7 +237,7 @@ class DiskStore(KVStore):
         try:
             if self.quota is not None:
                 self.quota.write_uses()
-                entries, size = self.quota.index.count(ENTRY, PINNED), self.quota.index.size()
+                entries, size = self.change(lambda quota: (quota.index.count(ENTRY, PINNED), quota.index.size()))
             else:
                 sizes = [entry.size_bytes for entry in self.entries()]
                 entries, size = len(sizes), sum(sizes)
@@ -242,7 +253,7 @@ class DiskStore(KVStore):
             self.files.write(probe, [b"health"])
             probe.unlink()
             if self.quota is not None:
-                remaining = self.settings.limit_bytes - self.quota.index.size()
+                remaining = self.settings.limit_bytes - self.change(lambda quota: quota.index.size())
                 if remaining < 0:
                     problem = f"holds {-remaining:,} bytes more than its limit, pinned ones"
                     problems.append(f"{problem}; unpin some, or raise it")
@@ -250,7 +261,7 @@ class DiskStore(KVStore):
                 # Nobody asked for the default limit; a smaller disk is no fault of it.
                 if free < remaining and self.settings.limit_bytes != DEFAULT_LIMIT_BYTES:
                     problems.append(f"may take {remaining:,} bytes more, the disk has {free:,}; lower the limit")
-        except INDEX_FAILURES as error:
+        except (StoreError, *INDEX_FAILURES) as error:
             problems.append(f"cannot be written: {error}")
         return [Health("disk", not problems, tuple(dict.fromkeys(problems)))]
 
@@ -263,6 +274,25 @@ class DiskStore(KVStore):
     def models(self) -> dict[str, dict[str, str]]:
         """Return the fingerprints of the models whose chunks were stored here, by digest."""
         return dict(self._models)
+
+    def change(self, change: Callable[[DiskQuota], Result]) -> Result:
+        """Read or change the index; if it turns out to be damaged or replaced, open it again, and do so once more.
+
+        Raises:
+            StoreError: if the store cannot be written.
+            OSError, sqlite3.Error, diskcache.Timeout, CorruptEntry: if the index fails.
+        """
+        quota = self.require_quota()
+        try:
+            return change(quota)
+        except INDEX_FAILURES as error:
+            if not is_damage(error):
+                raise
+            with self._lock:
+                if self.quota is quota:
+                    damaged = None if isinstance(error, IndexReplaced) else quota.index.file_number
+                    self.quota = self._open_quota(damaged)
+            return change(self.require_quota())
 
     def require_quota(self) -> DiskQuota:
         """Return the quota; if the index could not be opened before, try it again.
@@ -302,21 +332,20 @@ class DiskStore(KVStore):
         differing = min((key.fingerprint.differences(other) for other in self._models.values()), key=len)
         return f"absent: the store holds chunks of another model, {', '.join(differing)} differ"
 
-    def _open_quota(self) -> DiskQuota | None:
+    def _open_quota(self, damaged: int | None = None) -> DiskQuota | None:
         """Open the index, and fill it from the files if it has no entries; return None if it cannot be opened."""
-        index, note, problem = open_index(self.files.folder / "index")
-        self.notes += [note] if note else []
-        self._index_problem = problem
-        if index is None:
-            return None
-        worth = eviction_policy(self.settings.eviction)
-        quota = DiskQuota(index, self.files, self.settings.limit_bytes, worth, self.cipher)
+        self._index_problem, failed = None, "opened"
         try:
+            index, note = open_index(self.files.folder / "index", damaged)
+            self.notes += [note] if note else []
+            failed = "written"
+            worth = eviction_policy(self.settings.eviction)
+            quota = DiskQuota(index, self.files, self.settings.limit_bytes, worth, self.cipher)
             if not index.count(ENTRY, PINNED):
                 quota.refill()
             quota.enforce_limit()
         except INDEX_FAILURES as error:
-            self._index_problem = f"its index cannot be written: {error}"
+            self._index_problem = f"its index cannot be {failed}: {error}"
             return None
         return quota
 

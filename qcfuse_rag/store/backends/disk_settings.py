@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
-from qcfuse_rag.store.backends.disk_files import StoreFiles
 from qcfuse_rag.store.backends.eviction import eviction_policy
+from qcfuse_rag.store.backends.files import StoreFiles
 from qcfuse_rag.store.entry.codec import ENCRYPTED, PREAMBLE, Preamble
 from qcfuse_rag.store.entry.encryption import SECRET_VARIABLE, TENANT_SECRET_VARIABLE, StoreCipher
 from qcfuse_rag.store.entry.reader import MappedFile, open_header

@@ -55,11 +55,6 @@ class TenantStore(KVStore):
         """Return the tenant's chunk."""
         return self.store.get(self._with_token(key))
 
-    def note_use(self, address: str) -> None:
-        """Count a use of one of the tenant's entries."""
-        if self._owns(address):
-            self.store.note_use(address)
-
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
         """Return one of the tenant's entries with its key."""
         return self.store.open(address) if self._owns(address) else Miss("absent")
@@ -99,10 +94,6 @@ class TenantStore(KVStore):
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         """Start copying the tenant's entries to the nearest tier."""
         self.store.prefetch([self._with_token(key) for key in keys])
-
-    def evict_removed(self, addresses: Iterable[str]) -> None:
-        """Remove from memory what another process removed from the store."""
-        self.store.evict_removed(addresses)
 
     def flush(self) -> None:
         """Wait until all chunks are in the farthest tier."""

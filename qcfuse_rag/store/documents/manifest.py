@@ -1,4 +1,10 @@
-"""Open, read, write and repair the manifest: the database of a store's sources, `sources.db` beside the entries."""
+"""The manifest: the database of a store's sources, `sources.db` beside the entries.
+
+`chunks` says which source has which entry; `passage` names a passage under whatever base it is stored. `derived` says
+which passages (`origin`) an entry was computed from. `unwanted` lists the entries to remove, `gone` those removed,
+`lost` the passages that lost their last source. `access` holds the tags of restricted sources, `located` what passages
+are recognised by in a text.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +18,44 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.documents.schema import COLUMNS_ADDED, LAST_TABLE, SCHEMA
-from qcfuse_rag.store.regular_file import is_regular
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS chunks (
+    source TEXT, address TEXT, wording TEXT, passage TEXT, PRIMARY KEY (source, address)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS chunks_by_address ON chunks (address);
+CREATE INDEX IF NOT EXISTS chunks_by_passage ON chunks (passage);
+CREATE TABLE IF NOT EXISTS unwanted (address TEXT PRIMARY KEY, by_origin INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS derived (
+    address TEXT, origin TEXT, passage TEXT, PRIMARY KEY (address, origin)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS derived_by_origin ON derived (origin);
+CREATE TABLE IF NOT EXISTS lost (number INTEGER PRIMARY KEY AUTOINCREMENT, passage TEXT);
+CREATE TABLE IF NOT EXISTS gone (number INTEGER PRIMARY KEY AUTOINCREMENT, address TEXT);
+
+CREATE TABLE IF NOT EXISTS access (source TEXT PRIMARY KEY, tag TEXT NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS derived_by_passage ON derived (passage);
+CREATE VIEW IF NOT EXISTS readers AS
+SELECT DISTINCT passage, COALESCE(tag, '') AS tag FROM chunks LEFT JOIN access USING (source);
+
+CREATE TABLE IF NOT EXISTS located (
+    name TEXT, anchor INTEGER, atoms INTEGER, gaps BLOB, passage TEXT, PRIMARY KEY (name, passage)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS located_by_anchor ON located (anchor);
+CREATE INDEX IF NOT EXISTS located_by_passage ON located (passage);
+CREATE TRIGGER IF NOT EXISTS no_longer_located AFTER DELETE ON chunks
+WHEN NOT EXISTS (SELECT 1 FROM chunks WHERE passage = OLD.passage)
+BEGIN DELETE FROM located WHERE passage = OLD.passage; END;
+"""
+
+LAST_TABLE = "located"
+"""The table that is created last: a manifest that has it has all."""
+
+COLUMNS_ADDED = (("chunks", "passage TEXT"), ("unwanted", "by_origin INTEGER DEFAULT 0"), ("derived", "passage TEXT"))
+"""Columns that manifests of earlier versions lack."""
+
+KEPT_ROWS = 100_000
+"""Most rows of `gone`, for processes that hold chunks in memory, and of `lost`, for running jobs."""
 
 FILE_NAME = "sources.db"
 
@@ -117,8 +159,7 @@ class Manifest:
         try:
             self._database, self._reader, self._writable = open_manifest(self._path)
         except (sqlite3.Error, OSError) as error:
-            damaged = "not a database" in str(error) or "not a regular file" in str(error)
-            hint = "; `qcfuse store rebuild` moves it aside; then warm again" if damaged else ""
+            hint = "; `qcfuse store rebuild` moves it aside; then warm again" * ("not a database" in str(error))
             raise StoreError(f"cannot open {self._path}: {error}{hint}") from error
 
 
@@ -154,7 +195,6 @@ def open_manifest(path: Path | None) -> OpenManifest:
         database = _connect(":memory:")
         database.executescript(SCHEMA)
         return OpenManifest(database, database, writable=True)
-    _require_regular(path)
     try:
         database = _connect(str(path))
         path.chmod(0o600)
@@ -180,10 +220,9 @@ def open_manifest(path: Path | None) -> OpenManifest:
 def manifest_damage(folder: Path) -> str | None:
     """Return what is wrong with a store's manifest; None if it is sound or does not exist."""
     path = folder / FILE_NAME
-    if not os.path.lexists(path):
+    if not path.exists():
         return None
     try:
-        _require_regular(path)
         with closing(sqlite3.connect(path)) as database:
             [(result,)] = database.execute("PRAGMA quick_check(1)").fetchall()
     except sqlite3.OperationalError:  # busy or not readable: nothing that a rebuild would repair
@@ -206,17 +245,8 @@ def quarantine_manifest(folder: Path) -> Path | None:
     path.replace(renamed)
     for ending in ("-wal", "-shm"):
         beside = path.with_name(path.name + ending)
-        if os.path.lexists(beside):
-            beside.unlink() if is_regular(beside) else beside.replace(f"{renamed}{ending}")
+        beside.unlink(missing_ok=True)
     return renamed
-
-
-def _require_regular(path: Path) -> None:
-    """Raise `OSError` if the manifest, or a file that SQLite keeps beside it, is not a regular file."""
-    for ending in ("", "-wal", "-shm", "-journal"):
-        beside = path.with_name(path.name + ending)
-        if os.path.lexists(beside) and not is_regular(beside):
-            raise OSError(f"{beside} is not a regular file")
 
 
 def _fetch(database: sqlite3.Connection, statement: str, values: tuple[str | int, ...]) -> list[tuple[Any, ...]]:

@@ -1,4 +1,8 @@
-"""Record which documents have which passages in the store, so that a changed or deleted document takes them along."""
+"""Record which documents have which passages in the store, so that a changed or deleted document takes them along.
+
+An entry that was computed behind other passages carries something of them: it goes when one of them loses its last
+source. Entries that nobody wants any more are marked in the manifest, then removed from all tiers.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,189 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.models.fingerprint import digest
-from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.documents import acl
-from qcfuse_rag.store.documents.derivations import Derivations
-from qcfuse_rag.store.documents.garbage import Garbage, mark_derived_from_lost, mark_without_source
-from qcfuse_rag.store.documents.manifest import Manifest
+from qcfuse_rag.store.documents.manifest import KEPT_ROWS, Manifest
 from qcfuse_rag.store.key import ChunkKey
+
+MARK_IF_ORIGIN_LOST_SINCE = """
+INSERT OR REPLACE INTO unwanted SELECT ?1, 1
+WHERE EXISTS (SELECT 1 FROM lost WHERE number > ?2 AND passage IN (SELECT origin FROM derived WHERE address = ?1))
+"""
+IS_UNMARKED = """
+SELECT 1 FROM derived WHERE address = ?1 AND NOT EXISTS (SELECT 1 FROM unwanted WHERE address = ?1) LIMIT 1
+"""
+
+
+class Derivations:
+    """The origins of a store's entries: the passages that each was computed from.
+
+    Every method raises `StoreError` if the manifest cannot be read or written.
+
+    Args:
+        manifest: of the store.
+        store: whose entries.
+    """
+
+    def __init__(self, manifest: Manifest, store: KVStore) -> None:
+        self._manifest, self._store = manifest, store
+
+    def set_origins(self, key: ChunkKey, origins: Iterable[ChunkKey], *, since: int) -> None:
+        """Record the origins of an entry that is about to be written, replacing those recorded before.
+
+        Args:
+            key: of the entry.
+            origins: a key of each passage, under any base.
+            since: `loss_count` at the time the origins were chosen; the entry is unwanted if one was lost since.
+        """
+        address, passage = self._store.address(key), self._store.address(key.passage_key())
+        names = {self._store.address(origin.passage_key()) for origin in origins}
+        with self._manifest.writing() as database:
+            database.execute("DELETE FROM derived WHERE address = ?", (address,))
+            database.executemany("INSERT INTO derived VALUES (?, ?, ?)", [(address, name, passage) for name in names])
+            marked = database.execute("SELECT 1 FROM unwanted WHERE address = ? AND by_origin", (address,)).fetchone()
+            # A remote that cannot be reached may still have the entry of before: it stays marked, and the new entry
+            # is dropped until the remote answers.
+            if not marked or is_gone(self._store, address):
+                database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
+            database.execute(MARK_IF_ORIGIN_LOST_SINCE, (address, since))
+            acl.mark_acl_violations(database, [passage])
+
+    def keep_if_wanted(self, key: ChunkKey) -> bool:
+        """Remove an entry that was just written if it is unwanted by now; return whether it stays.
+
+        This closes a race: if an origin was removed while the entry was being computed, `Garbage.collect` has already
+        forgotten the entry's origins and would never remove it.
+        """
+        address = self._store.address(key)
+        with self._manifest.writing() as database:  # not while another process removes it
+            wanted = bool(database.execute(IS_UNMARKED, (address,)).fetchone())
+            if not wanted:
+                self._store.discard(address)
+        return wanted
+
+    def origins(self, key: ChunkKey) -> frozenset[str]:
+        """Return the passages an entry was computed from, as `Sources.passage_id` names them."""
+        rows = self._manifest.query("SELECT origin FROM derived WHERE address = ?", self._store.address(key))
+        return frozenset(origin for (origin,) in rows)
+
+    def loss_count(self) -> int:
+        """Return how many times a passage lost its last source; see `set_origins`."""
+        [(count,)] = self._manifest.query("SELECT coalesce(max(number), 0) FROM lost")
+        return int(count)
+
+
+IS_WANTED = """
+SELECT 1 FROM chunks WHERE address = ?1 AND NOT EXISTS (SELECT 1 FROM unwanted WHERE address = ?1 AND by_origin)
+"""
+MARK_IF_NO_SOURCE = """
+INSERT OR IGNORE INTO unwanted SELECT ?1, 0 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE address = ?1)
+"""
+MARK_DERIVED_IF_ORIGIN_LOST = """
+INSERT OR REPLACE INTO unwanted SELECT address, 1 FROM derived
+WHERE origin = ?1 AND NOT EXISTS (SELECT 1 FROM chunks WHERE passage = ?1)
+"""
+OWNERLESS = """
+SELECT DISTINCT address FROM gone
+WHERE address NOT IN (SELECT address FROM chunks) AND address NOT IN (SELECT address FROM derived)
+"""
+RECORD_IF_LOST = """
+INSERT INTO lost (passage) SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE passage = ?1)
+"""
+
+
+class Garbage:
+    """The entries of a store that are marked unwanted in its manifest.
+
+    Every method raises `StoreError` if the manifest cannot be read or written.
+
+    Args:
+        manifest: of the store.
+        store: whose entries are removed.
+    """
+
+    def __init__(self, manifest: Manifest, store: KVStore) -> None:
+        self._manifest, self._store = manifest, store
+
+    def collect(self) -> int:
+        """Remove unwanted entries from all tiers; return how many were removed."""
+        removed = 0
+        for address in self._addresses():
+            # In a transaction, so that no source takes the entry up again while it is removed.
+            with self._manifest.writing() as database:
+                wanted = bool(database.execute(IS_WANTED, (address,)).fetchone())
+                discarded = not wanted and self._store.discard(address)
+                removed += discarded
+                gone = not wanted and is_gone(self._store, address)
+                # Other processes drop it from memory even while an unreachable remote, which may have it, keeps it
+                # marked.
+                if discarded or gone:
+                    database.execute("INSERT INTO gone (address) VALUES (?)", (address,))
+                    database.execute("DELETE FROM gone WHERE number <= last_insert_rowid() - ?", (KEPT_ROWS,))
+                if wanted or gone:
+                    database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
+                if gone:
+                    database.execute("DELETE FROM derived WHERE address = ?", (address,))
+        return removed
+
+    def ownerless(self) -> list[str]:
+        """Return the addresses of stored entries that were removed with their last source and came back without one.
+
+        A job that was killed while another process forgot its document leaves such entries.
+        """
+        rows = self._manifest.query(OWNERLESS)
+        return [a for (a,) in rows if a.startswith(self._store.prefix) and a in self._store]
+
+    def collect_ownerless(self) -> int:
+        """Remove the `ownerless` entries from all tiers; return how many were removed."""
+        addresses = self.ownerless()
+        if addresses:
+            with self._manifest.writing() as database:
+                mark_without_source(database, addresses)
+        return self.collect()
+
+    def count(self) -> int:
+        """Return how many entries could not be removed yet, such as those of an unreachable remote."""
+        return len(self._addresses())
+
+    def removed_since(self, number: int | None) -> tuple[int, list[str]]:
+        """Return the addresses removed since an earlier call.
+
+        Args:
+            number: as returned by the earlier call, or None for the first call.
+
+        Returns:
+            The number for the next call, and the addresses; none for the first call.
+        """
+        if number is None:
+            [(last,)] = self._manifest.read("SELECT coalesce(max(number), 0) FROM gone")
+            return last, []
+        rows = self._manifest.read("SELECT number, address FROM gone WHERE number > ? ORDER BY number", number)
+        return rows[-1][0] if rows else number, [address for _, address in rows]
+
+    def _addresses(self) -> list[str]:
+        rows = self._manifest.query("SELECT address FROM unwanted")
+        return [address for (address,) in rows if address.startswith(self._store.prefix)]
+
+
+def is_gone(store: KVStore, address: str) -> bool:
+    """Return whether no tier has an entry; a tier that cannot be reached may have it."""
+    lookup = store.open(address)
+    return isinstance(lookup, Miss) and lookup.reason in ("absent", "expired")
+
+
+def mark_without_source(database: sqlite3.Connection, addresses: Iterable[str]) -> None:
+    """Mark entries as unwanted if no source has them."""
+    database.executemany(MARK_IF_NO_SOURCE, [(address,) for address in addresses])
+
+
+def mark_derived_from_lost(database: sqlite3.Connection, passages: Iterable[str]) -> None:
+    """Record passages that have no source any more, and mark the entries computed from them as unwanted."""
+    rows = [(passage,) for passage in passages]
+    database.executemany(MARK_DERIVED_IF_ORIGIN_LOST, rows)
+    database.executemany(RECORD_IF_LOST, rows)
+    database.execute("DELETE FROM lost WHERE number <= (SELECT max(number) FROM lost) - ?", (KEPT_ROWS,))
+
 
 Row = tuple[str, str, str, str]
 """Of the table `chunks`: source, address, wording, passage."""

@@ -21,10 +21,11 @@ from qcfuse_rag.store.entry.encryption import EntryCipher, StoreCipher
 from qcfuse_rag.store.entry.header import ROWS_PER_PIECE, BlockRange, Header
 from qcfuse_rag.store.entry.mapping import PrivateMapping
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.regular_file import open_regular
 
 MADV_POPULATE_READ, MADV_HUGEPAGE = 22, 14
 """Linux's numbers, the first from Linux 5.14 on. Python does not name the first, and the second on Linux only."""
+
+OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class EntryBytes(Protocol):
@@ -69,12 +70,12 @@ class MappedFile:
             pages, which is faster, and much faster when the file is mapped again.
 
     Raises:
-        OSError: if the file cannot be opened, or it or its folder is a link, or it is not a regular file.
+        OSError: if the file cannot be opened, or is a link.
         CorruptEntry: if it is empty.
     """
 
     def __init__(self, path: Path, *, header_only: bool = False) -> None:
-        descriptor = open_regular(path)
+        descriptor = os.open(path, OPEN_FLAGS)
         try:
             self.size = os.fstat(descriptor).st_size
             if self.size == 0:
@@ -100,7 +101,7 @@ class MappedFile:
         return self._map.view[start:stop]
 
     def _read_again(self, start: int, stop: int) -> memoryview:
-        with open(open_regular(self._path), "rb") as file:
+        with open(os.open(self._path, OPEN_FLAGS), "rb") as file:
             file.seek(start)
             return memoryview(bytearray(file.read(stop - start)))
 

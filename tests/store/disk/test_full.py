@@ -13,7 +13,7 @@ import pytest
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.backends.disk_quota import DiskQuota
+from qcfuse_rag.store.backends.index import DiskQuota
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.store.disk.folders import ENTRY, present, put, taken
 from tests.support import seams
@@ -81,7 +81,7 @@ def test_a_disk_that_is_too_full_for_an_index_can_be_cleared(
 
     with monkeypatch.context() as patch:
         if not opened_before:
-            seams.opened_index(patch, lambda folder: (None, None, "database or disk is full"))
+            seams.opened_index(patch, full)
         store = DiskStore(folder)
         patch.setattr(DiskQuota, "remove", full)
         assert store.clear() == 3

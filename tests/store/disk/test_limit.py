@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -133,15 +132,6 @@ def test_a_writer_waits_for_bytes_that_another_has_reserved(folder: Path) -> Non
         store.quota.release(reserved)
         writer.join(20.0)
         assert_same(store.get(KEY), example_chunk())
-
-
-def test_an_entry_that_can_never_fit_does_not_wait_for_others(folder: Path) -> None:
-    with DiskStore(folder, 2 * ENTRY) as store:
-        store.quota.reserve(example_key(1).address, ENTRY)
-        started = time.monotonic()
-        with pytest.raises(StoreError, match=f"of which 0 are pinned and {ENTRY:,} being written"):
-            store.put(KEY, example_chunk(n_tokens=500))
-        assert time.monotonic() - started < 10.0
 
 
 def test_a_limit_that_is_lowered_holds_from_then_on(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files and folders that the user may not read, write or enter, in every place of a store.
+"""Files and folders that the user may not read or write.
 
 Root may do all that, so the work runs in a process that has given up this privilege.
 """
@@ -6,8 +6,6 @@ Root may do all that, so the work runs in a process that has given up this privi
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -19,24 +17,8 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
-from qcfuse_rag.store.wipe import wipe
 from tests.store.disk.folders import KEY, file_of, put
-from tests.store.disk.planted import NAME, OPERATIONS, SHARD
 from tests.support.privileges import under_permissions
-
-PLACES = {
-    "the store": ".",
-    "objects": "objects",
-    "a folder of entries": f"objects/{SHARD}",
-    "an entry": f"objects/{SHARD}/{NAME}",
-    "tmp": "tmp",
-    "quarantine": "quarantine",
-    "settings": "store.json",
-    "index": "index",
-    "the index": "index/cache.db",
-    "documents": "sources.db",
-}
-NOTHING, READ = 0o000, 0o555
 
 
 @pytest.fixture(autouse=True)
@@ -64,45 +46,10 @@ def test_permissions_are_obeyed_here(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("opened_before", [False, True], ids=["opened after", "opened before"])
-@pytest.mark.parametrize("mode", [NOTHING, READ], ids=["nothing allowed", "reading allowed"])
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_every_operation_works_or_says_what_it_may_not(
-    kept: Path, tmp_path: Path, place: str, mode: int, opened_before: bool
-) -> None:
-    operations = {**OPERATIONS, "wipe": lambda store: wipe(store.folder)}
-    for name in operations:
-        shutil.copytree(kept, tmp_path / name)
-
-    def attempt(folder: Path, operation: Callable[[DiskStore], object]) -> None:
-        if not opened_before:
-            (folder / place).chmod(mode)
-        with DiskStore(folder) as store:
-            if opened_before:
-                (folder / place).chmod(mode)
-            operation(store)
-
-    def attempt_all() -> None:
-        for name, operation in operations.items():
-            try:
-                attempt(tmp_path / name, operation)
-            except StoreError:
-                continue
-            except Exception as error:
-                error.add_note(f"while: {name}")
-                raise
-
-    assert under_permissions(attempt_all) == ""
-    for name in operations:
-        if (tmp_path / name / place).exists():
-            (tmp_path / name / place).chmod(0o700)  # so that pytest can remove it
-
-
 def test_an_entry_that_may_not_be_read_is_a_miss_with_the_reason_and_stays(kept: Path) -> None:
     with DiskStore(kept) as store:
         path = file_of(store)
-    path.chmod(NOTHING)
+    path.chmod(0o000)
 
     def look() -> None:
         with DiskStore(kept) as store:

@@ -38,12 +38,6 @@ def test_an_expiry_of_its_own_counts_before_the_stores(folder: Path) -> None:
         assert [round(entry.expires or 0.0) for entry in store.entries()] == [4_000_000_000]
 
 
-def test_an_expired_entry_is_not_there(folder: Path) -> None:
-    with DiskStore(folder, ttl_s=60.0) as store:
-        store.put(KEY, example_chunk().with_expiry(1.0))
-        assert KEY not in store
-
-
 def test_what_is_in_quarantine_lasts_no_longer_than_it_would_have(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

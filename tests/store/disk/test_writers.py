@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore
-from qcfuse_rag.store.backends.disk_files import process_namespace
+from qcfuse_rag.store.backends.files import process_namespace
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, later, put, taken

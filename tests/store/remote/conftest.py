@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag.store.backends.blob_store import BlobStore
 from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
 from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
+from qcfuse_rag.store.backends.remote import BlobStore
 from tests.store.remote.filesystems import Away
 from tests.store.remote.servers import RedisProcess, new_server
 

@@ -111,7 +111,6 @@ class TestRemoteThatIsAway:
         assert len(tried) == 1
 
     def check_that_it_is_missed(self, store: RemoteStore, reason: str) -> None:
-        started = time.monotonic()
         found = [store.get(example_key(number)) for number in range(10)]
         assert all(isinstance(result, Miss) for result in found)
         assert [result.reason.startswith(reason) for result in found] == [True] * 10, found
@@ -130,7 +129,6 @@ class TestRemoteThatIsAway:
         assert not health.ok
         assert reason in health.problems[0]
         assert "check its address" in health.problems[0]
-        assert time.monotonic() - started < 20.0
 
     def check_that_it_comes_back(self, store: RemoteStore) -> None:
         time.sleep(store._pause_s)

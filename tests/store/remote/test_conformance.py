@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from qcfuse_rag import KVStore, MemoryStore, TieredStore
+from qcfuse_rag import KVStore
 from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
 from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 from qcfuse_rag.store.backends.remote import RemoteStore
-from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.testing import KVStoreTests
 from tests.store.remote.entries import SECRET
@@ -51,16 +50,3 @@ class TestEncryptedRedis(KVStoreTests):
     def store(self, on_redis: RedisBlobs) -> Iterator[KVStore]:
         with RemoteStore(on_redis, cipher=StoreCipher(SECRET), numbers="fp8") as store:
             yield store
-
-
-class TestMemoryOverRedis(KVStoreTests):
-    @pytest.fixture
-    def store(self, on_redis: RedisBlobs) -> Iterator[KVStore]:
-        with TieredStore(MemoryStore(1 << 20), RemoteStore(on_redis)) as store:
-            yield store
-
-
-class TestTenantOfABucket(KVStoreTests):
-    @pytest.fixture
-    def store(self, in_memory: FsspecBlobs) -> KVStore:
-        return TenantStore(RemoteStore(in_memory), "orla", SECRET)

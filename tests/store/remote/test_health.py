@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.backends.blob_store import BlobStore
 from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
-from qcfuse_rag.store.backends.remote import RemoteStore
+from qcfuse_rag.store.backends.remote import BlobStore, RemoteStore
 from qcfuse_rag.store.testing import example_key
 from tests.store.remote.filesystems import Away
 
