@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import KVStore
@@ -96,24 +95,8 @@ def open_store(  # noqa: PLR0913 keyword arguments of the entry point
     return store if tenant is None or tenant_secret is None else TenantStore(store, tenant, tenant_secret, owned=True)
 
 
-class _Secrets(NamedTuple):
-    """The roles of a store's secrets.
-
-    Attributes:
-        cipher: encrypts entries; None if they are plain.
-        tenant: secret under which tenants are named, or None.
-    """
-
-    cipher: StoreCipher | None
-    tenant: bytes | None
-
-
-def _secrets(secret: bytes | None, tenant: str | None, encrypt: bool | None) -> _Secrets:
-    """Return the use of the secrets that are given or in the environment; see `open_store`.
-
-    Raises:
-        StoreError: if a secret is missing, or is there and would not be used.
-    """
+def _secrets(secret: bytes | None, tenant: str | None, encrypt: bool | None) -> tuple[StoreCipher | None, bytes | None]:
+    """Return the cipher of entries and the secret under which tenants are named, or None; see `open_store`."""
     plain_names = None
     if secret is None:
         secret = environment_secret()
@@ -128,4 +111,4 @@ def _secrets(secret: bytes | None, tenant: str | None, encrypt: bool | None) -> 
             f"a tenant needs a secret; give one from your configuration, or set {SECRET_VARIABLE} (which encrypts) or "
             f"{TENANT_SECRET_VARIABLE} (which does not)"
         )
-    return _Secrets(None if secret is None or encrypt is False else StoreCipher(secret), tenant_secret)
+    return None if secret is None or encrypt is False else StoreCipher(secret), tenant_secret

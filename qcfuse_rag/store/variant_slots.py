@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qcfuse_rag.models.fingerprint import Fingerprint
-from qcfuse_rag.store.backends.base import KVStore, Miss
+from qcfuse_rag.store.backends.base import KVStore, Miss, check_entry
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import Base
@@ -133,4 +133,4 @@ def read_checked(store: KVStore, slot: Slot) -> ChunkKV | None:
     chunk = store.get(slot.key)
     if not isinstance(chunk, ChunkKV) or chunk.context != slot.context or chunk.n_tokens != slot.chunk.n_tokens:
         return None
-    return chunk if store.check(slot.key, chunk) is None else None
+    return chunk if check_entry(store, slot.key, chunk) is None else None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
-from qcfuse_rag.errors import CorruptEntry, StoreError
+from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.entry.encryption import StoreCipher
+from qcfuse_rag.store.entry.reader import EntryBytes, check_key, open_chunk
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS
 
@@ -228,6 +230,36 @@ class CountsUses(Protocol):
 
     def note_use(self, address: str) -> None:
         """Count a use of an entry that a nearer tier has returned."""
+
+
+def open_entry(
+    store: KVStore, read: Callable[[], EntryBytes], address: str, key: ChunkKey | None, cipher: StoreCipher | None
+) -> tuple[ChunkKey, ChunkKV] | Miss:
+    """Open the bytes of a store's entry; a damaged or expired one is discarded.
+
+    Args:
+        store: whose entry.
+        read: returns the bytes; raises `FileNotFoundError` if there are none.
+        address: of the entry.
+        key: the key asked for, or None if only its address is known.
+        cipher: of the store, if it is encrypted.
+    """
+    try:
+        header, chunk = open_chunk(read(), cipher)
+        check_key(header.key, key, address)
+    except FileNotFoundError:
+        return Miss("absent")
+    except (ForeignEntry, StoreError) as error:
+        return Miss(str(error))
+    except CorruptEntry as error:
+        store.discard(address, reason=str(error))
+        return Miss(str(error))
+    except (OSError, ValueError) as error:
+        return Miss(f"cannot be read: {error}")
+    if chunk.expired:
+        store.discard(address)
+        return Miss("expired")
+    return header.key, chunk
 
 
 def get_checked(store: KVStore, key: ChunkKey) -> ChunkKV | Miss:

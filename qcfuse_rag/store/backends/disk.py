@@ -8,12 +8,13 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.models.fingerprint import Fingerprint
-from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
+from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats, open_entry
 from qcfuse_rag.store.backends.disk_settings import DEFAULT_LIMIT_BYTES, resolve_settings, write_if_possible
 from qcfuse_rag.store.backends.eviction import eviction_policy
 from qcfuse_rag.store.backends.files import StoreFiles
@@ -31,7 +32,7 @@ from qcfuse_rag.store.backends.remote import url_without_secrets
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import MappedFile, check_key, open_chunk
+from qcfuse_rag.store.entry.reader import MappedFile
 from qcfuse_rag.store.key import ChunkKey, address_of
 
 Result = TypeVar("Result")
@@ -204,7 +205,7 @@ class DiskStore(KVStore):
                 addresses = {entry.address for entry in self.entries()}
                 addresses |= {address for address, _ in self.files.entries()}
                 self.change(DiskQuota.clear_quarantine)
-                return sum(self.change(lambda quota, address=address: quota.remove(address)) for address in addresses)
+                return sum(self.change(partial(DiskQuota.remove, address=address)) for address in addresses)
         except (StoreError, *INDEX_FAILURES):
             pass  # on a full disk the index cannot be written: remove the files first
         try:
@@ -308,22 +309,7 @@ class DiskStore(KVStore):
         return self.quota
 
     def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:
-        try:
-            header, chunk = open_chunk(MappedFile(self.files.path(address)), self.cipher)
-            check_key(header.key, key, address)
-        except FileNotFoundError:
-            return Miss("absent")
-        except ForeignEntry as error:
-            return Miss(str(error))
-        except CorruptEntry as error:
-            self.discard(address, reason=str(error))
-            return Miss(str(error))
-        except (OSError, ValueError) as error:
-            return Miss(f"cannot be read: {error}")
-        if chunk.expired:
-            self.discard(address)
-            return Miss("expired")
-        return header.key, chunk
+        return open_entry(self, lambda: MappedFile(self.files.path(address)), address, key, self.cipher)
 
     def _absence_reason(self, key: ChunkKey) -> str:
         """Return why an entry is absent: never stored, or stored for another model, with what differs."""

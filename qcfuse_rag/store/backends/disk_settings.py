@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -90,52 +89,34 @@ def resolve_settings(files: StoreFiles, given: dict[str, Any], cipher: StoreCiph
 def _check_secret(files: StoreFiles, kept: StoreSettings | None, cipher: StoreCipher | None) -> None:
     """Check the secret against the settings or, if there are none, against the entries; see `resolve_settings`."""
     proof, folder = (None if cipher is None else cipher.proof), files.folder
-    if kept is not None and kept.secret != proof:
-        if kept.secret is None:
-            raise StoreError(f"the store in {folder} is not encrypted and a secret was given; {PLAIN_FIX}")
-        if proof is None:
-            raise StoreError(f"the store in {folder} is encrypted and no secret was given; {SECRET_FIX}")
-        raise StoreError(f"the store in {folder} is encrypted under another secret than the one given")
-    if kept is not None:
+    found = _secrets_of_entries(files, cipher) if kept is None else {kept.secret}
+    what = f"entries of the store in {folder} are" if kept is None else f"the store in {folder} is"
+    if proof is None and found - {None}:
+        raise StoreError(f"{what} encrypted and no secret was given; {SECRET_FIX}")
+    if proof is None or proof in found or not found:
         return
-    states = _entry_states(files, cipher)
-    if cipher is None and EntryState.FOREIGN in states:
-        raise StoreError(f"entries of the store in {folder} are encrypted and no secret was given; {SECRET_FIX}")
-    if cipher is None or EntryState.SEALED in states or not states:
-        return
-    if EntryState.FOREIGN in states:
-        raise StoreError(f"entries of the store in {folder} are encrypted under another secret")
-    raise StoreError(f"entries of the store in {folder} are not encrypted and a secret was given; {PLAIN_FIX}")
+    if found == {None}:
+        raise StoreError(f"{what} not encrypted and a secret was given; {PLAIN_FIX}")
+    raise StoreError(f"{what} encrypted under another secret than the one given")
 
 
-class EntryState(Enum):
-    """How an entry is stored: plain, encrypted under the given secret (sealed), or under another (foreign)."""
-
-    PLAIN = "plain"
-    SEALED = "sealed"
-    FOREIGN = "foreign"
-
-
-def _entry_states(files: StoreFiles, cipher: StoreCipher | None) -> set[EntryState]:
-    """Return how a store's entries are stored, by their headers; stop at the first that proves the secret.
-
-    Entries that cannot be read are passed over. A plain entry proves nothing: anybody can write one.
-    """
-    states: set[EntryState] = set()
+def _secrets_of_entries(files: StoreFiles, cipher: StoreCipher | None) -> set[str | None]:
+    """Return the proofs of the secrets that entries are under: None for plain entries, empty for another secret."""
+    found: set[str | None] = set()
     for _, path in files.entries():
         try:
             entry = MappedFile(path, header_only=True)
             if not Preamble.parse(entry.read(0, min(PREAMBLE.size, entry.size))).flags & ENCRYPTED:
-                states.add(EntryState.PLAIN)
+                found.add(None)
                 continue
             open_header(entry, cipher)
-            states.add(EntryState.SEALED)
-            break
         except ForeignEntry:
-            states.add(EntryState.FOREIGN)
+            found.add("")
         except (OSError, CorruptEntry):
             continue
-    return states
+        else:
+            return {*found, None if cipher is None else cipher.proof}
+    return found
 
 
 def write_if_possible(write: Callable[[], None]) -> None:

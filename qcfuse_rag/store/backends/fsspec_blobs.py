@@ -138,15 +138,7 @@ class FsspecBlobs:
             self._ask("mv", old_path, new_path)
 
     def _ask(self, method: str, *arguments: Any, fresh: bool = False, timeout: bool = True, **options: Any) -> Any:
-        """Call a method of the file system; reconnect after a failure, since not every protocol does so itself.
-
-        Args:
-            method: its name.
-            arguments: of the method.
-            fresh: ignore cached listings, so that files of other writers are seen.
-            timeout: fail after `timeout_s`.
-            options: of the method.
-        """
+        """Call a method of the file system; reconnect after a failure, since not every protocol does so itself."""
         from fsspec.asyn import sync
         from fsspec.core import url_to_fs
 

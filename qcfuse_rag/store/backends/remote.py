@@ -7,15 +7,16 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
-from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats, open_entry
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.entry.codec import Buffer, encode
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import BytesInMemory, check_key, open_chunk
+from qcfuse_rag.store.entry.reader import BytesInMemory, EntryBytes
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
 
@@ -117,7 +118,8 @@ class RemoteStore(KVStore):
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk, fetched whole, with blocks checked when they are used, or why there is none."""
         opened = self._open(key.address, key)
-        self._count("misses" if isinstance(opened, Miss) else "hits")
+        with self._lock:
+            self._counts["misses" if isinstance(opened, Miss) else "hits"] += 1
         return opened if isinstance(opened, Miss) else opened[1]
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
@@ -139,12 +141,15 @@ class RemoteStore(KVStore):
         quarantined = f"{QUARANTINE}/{_name(key)}"
         try:
             if reason is None:
-                self._delete(quarantined)  # first: once the entry is gone, removal is not tried again
-                return self._delete(_name(key))
+                self._ask(
+                    lambda: self._blobs.delete(quarantined)
+                )  # first: once the entry is gone, removal is not tried again
+                return self._ask(lambda: self._blobs.delete(_name(key)))
             renamed = self._ask(lambda: self._blobs.rename(_name(key), quarantined))
         except StoreError:
             return False
-        self._count("discarded", renamed)
+        with self._lock:
+            self._counts["discarded"] += renamed
         return renamed
 
     def __contains__(self, key: ChunkKey | str) -> bool:
@@ -201,46 +206,28 @@ class RemoteStore(KVStore):
         Raises:
             StoreError: if the remote cannot be reached.
         """
-        for name, _ in self._listed(QUARANTINE):
-            self._delete(name)
-        return sum(self._delete(_name(entry.address)) for entry in list(self.entries()))
+        quarantined, names = self._listed(QUARANTINE), [_name(entry.address) for entry in self.entries()]
+        removed = [self._ask(partial(self._blobs.delete, name)) for name in [*dict(quarantined), *names]]
+        return sum(removed[len(quarantined) :])
 
     def close(self) -> None:
         """Close connections."""
         self._blobs.close()
 
     def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:
-        try:
+        def read() -> EntryBytes:
             data = self._ask(lambda: self._blobs.read(_name(address)))
-        except StoreError as error:
-            return Miss(str(error))
-        if data is None:
-            return Miss("absent")
-        try:
-            header, chunk = open_chunk(BytesInMemory(data), self._cipher)
-            check_key(header.key, key, address)
-        except ForeignEntry as error:
-            return Miss(str(error))
-        except (CorruptEntry, ValueError) as error:
-            self.discard(address, reason=str(error))
-            return Miss(str(error))
-        if chunk.expired:
-            self.discard(address)
-            return Miss("expired")
-        return header.key, chunk
+            if data is None:
+                raise FileNotFoundError(address)
+            return BytesInMemory(data)
+
+        return open_entry(self, read, address, key, self._cipher)
 
     def _listed(self, folder: str = "") -> list[tuple[str, int]]:
         return self._ask(lambda: list(self._blobs.names(folder)))
 
-    def _delete(self, name: str) -> bool:
-        return self._ask(lambda: self._blobs.delete(name))
-
     def _ask(self, request: Callable[[], Result]) -> Result:
-        """Send a request to the remote, unless requests are paused.
-
-        Raises:
-            StoreError: with the reason, whatever a client library raised.
-        """
+        """Send a request to the remote, unless requests are paused."""
         with self._lock:
             if time.monotonic() < self._paused_until:
                 raise StoreError(self._failure)
@@ -276,10 +263,6 @@ class RemoteStore(KVStore):
     def _resume(self) -> None:
         with self._lock:
             self._failure, self._paused_until = "", 0.0
-
-    def _count(self, counter: str, number: int = 1) -> None:
-        with self._lock:
-            self._counts[counter] += number
 
 
 def open_remote(url: str, **options: Any) -> RemoteStore:
