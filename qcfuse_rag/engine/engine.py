@@ -15,7 +15,7 @@ from qcfuse_rag.engine.corpus import Corpus, WarmSettings
 from qcfuse_rag.engine.first_passes import measure_overhead, run_first_passes
 from qcfuse_rag.engine.opening import open_parts
 from qcfuse_rag.engine.system_prefixes import SystemPrefixes
-from qcfuse_rag.fusion.estimate import rows_if_stored
+from qcfuse_rag.fusion.lookup import rows_if_stored
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill_in_parts
 from qcfuse_rag.fusion.prefix_cache import PrefixCache

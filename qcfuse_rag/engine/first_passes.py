@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import product
 from math import ceil
 
-from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.guard import predict_fused_s
+from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.generation.sampling_params import SamplingParams
@@ -65,7 +65,7 @@ def measure_overhead(runner: ModelRunner, prompts: PromptBuilder) -> float:
     # Loading so few tokens takes the link no time; starting to load is part of the overhead.
     costs = replace(runner.costs(), load_s=0.0, near_load_s=0.0, overhead_s=0.0)
     taken_s = min(prefill(here, prompt, method).report.timings.ttft_s for _ in range(SAMPLES))
-    return max(0.0, taken_s - predict_fused_s(estimate_prefill(runner.lm, here.store, prompt, method), costs))
+    return max(0.0, taken_s - predict_fused_s(plan_lookups(runner.lm, here.store, prompt, method).estimate, costs))
 
 
 def _over_a_passage(runner: ModelRunner, prompts: PromptBuilder) -> ModelRunner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ class PlacementContext:
         store: the store of chunks.
         prompt: the prompt.
         span: the chunk's positions in it.
-        base: the method's base, under which the chunk was looked up.
+        base: the base under which the chunk was looked up.
     """
 
     lm: LanguageModel
@@ -61,7 +61,7 @@ class AdaptedChunk:
         exact: whether a full prefill of this prompt would give the same.
         demand: the share of its tokens that ought to be recomputed, for selectors that use it; None if not known.
         note: how it was adapted, in words, for the report.
-        key: the entry it came from, if not the one looked up; discarded if it proves damaged.
+        key: the entry it came from, which is discarded if it proves damaged; None for the one looked up.
     """
 
     chunk: ChunkKV
@@ -79,7 +79,7 @@ class Adapter(Protocol):
 
         Args:
             context: the chunk's position in the prompt.
-            stored: the chunk under the method's base, or why the store has none.
+            stored: the chunk as it was looked up, or why the store has none.
 
         Returns:
             The chunk to place, or the reason to compute it in full.
@@ -87,57 +87,10 @@ class Adapter(Protocol):
         ...
 
 
-@runtime_checkable
-class ReadsBases(Protocol):
-    """An adapter that also reads chunks under other bases.
-
-    Attributes:
-        bases: the other bases.
-    """
-
-    bases: tuple[Base, ...]
-
-
 def follows_system_prefix(context: PlacementContext) -> bool:
     """Return whether only the system prefix and chunks stand before a position, as where slots are captured."""
     before = [span.segment.stored_ids for span in context.prompt.chunks if span.stop <= context.span.start]
     return context.prompt.ids[: context.span.start] == tuple(itertools.chain(context.prompt.prefix_ids, *before))
-
-
-@dataclass(frozen=True, slots=True)
-class FallbackBases:
-    """Fall back to other bases, in this order; optionally prefer bases that are exact at the chunk's position.
-
-    FusionRAG's alternative path (arXiv 2601.12904): instead of a prefix for every combination of earlier chunks there
-    is one physical cache per chunk, found by dropping the earlier chunks from the path. Chunks here are addressed by
-    system prefix and content anyway; the second key is what remains of the idea.
-
-    Attributes:
-        bases: the other bases.
-        exact_first: take a chunk from one of them where it equals full prefill's, whatever the method's own base has:
-            a prompt's first passage, framed.
-    """
-
-    bases: tuple[Base, ...]
-    exact_first: bool = False
-
-    def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
-        """Return the chunk under the first base that has it."""
-        if self.exact_first and not context.exact_under(context.base):
-            for base in filter(context.exact_under, self.bases):
-                key = context.key(base)
-                other = context.store.get(key)
-                if isinstance(other, ChunkKV):
-                    return AdaptedChunk(other, exact=True, key=key)
-        if isinstance(stored, ChunkKV):
-            return AdaptedChunk(stored, context.exact_under(context.base))
-        for base in self.bases:
-            key = context.key(base)
-            other = context.store.get(key)
-            if isinstance(other, ChunkKV):
-                note = f"{base.name} instead of {context.base.name}"
-                return AdaptedChunk(other, context.exact_under(base), note=note, key=key)
-        return stored
 
 
 Weighted = tuple[float, ChunkKV]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from qcfuse_rag.runtime.costs import Costs
-from qcfuse_rag.store.key import ChunkKey
 
 IN_FULL = "computed in full"
 """The beginning of a guard's reason."""
@@ -25,7 +24,6 @@ class PrefillEstimate:
         passages: number of passages in the prompt.
         absent: number of passages that the store does not have.
         near_tokens: tokens of its segments that the store's nearest tier has.
-        far_keys: keys of stored segments that only a farther tier has.
         held_tokens: leading tokens whose keys and values an earlier request computed.
     """
 
@@ -37,13 +35,12 @@ class PrefillEstimate:
     passages: int = 0
     absent: int = 0
     near_tokens: int = 0
-    far_keys: tuple[ChunkKey, ...] = ()
     held_tokens: int = 0
 
     @property
     def all_near(self) -> PrefillEstimate:
         """The estimate if the nearest tier had all that is stored."""
-        return replace(self, near_tokens=self.stored_tokens, far_keys=())
+        return replace(self, near_tokens=self.stored_tokens)
 
     @property
     def rows(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from qcfuse_rag.fusion.adapters import Adapter, ReadsBases
+from qcfuse_rag.fusion.adapters import Adapter
 from qcfuse_rag.fusion.budgets import Budget, FixedRatio
 from qcfuse_rag.fusion.guard import Guard
 from qcfuse_rag.fusion.probes import Probe
@@ -48,6 +48,9 @@ class Method:
         name: as in the method table.
         base: the stored caches that chunks start from; None reuses nothing, which is full prefill.
         adapter: alters or replaces a stored chunk before it is placed; None leaves it as it is.
+        fallbacks: the bases of which a chunk is taken that is not stored under `base`, in this order.
+        exact_first: take a chunk under whichever of these bases equals full prefill's at its position, if one does: a
+            prompt's first passage, framed.
         probe: scores tokens; None for methods without scores.
         selector: turns scores into rows.
         budget: the number of reused tokens to recompute; None leaves the number to the selector.
@@ -61,6 +64,8 @@ class Method:
     name: str
     base: Base | None
     adapter: Adapter | None = None
+    fallbacks: tuple[Base, ...] = ()
+    exact_first: bool = False
     probe: Probe | None = None
     selector: Selector = field(default_factory=SelectNone)
     budget: Budget | None = field(default_factory=lambda: FixedRatio(0.0))
@@ -72,8 +77,7 @@ class Method:
     @property
     def bases(self) -> tuple[Base, ...]:
         """Every base that chunks may be read under, `base` first."""
-        others = self.adapter.bases if isinstance(self.adapter, ReadsBases) else ()
-        return () if self.base is None else tuple(dict.fromkeys((self.base, *others)))
+        return () if self.base is None else tuple(dict.fromkeys((self.base, *self.fallbacks)))
 
     @property
     def unguarded(self) -> Method:

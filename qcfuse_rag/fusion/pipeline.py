@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.errors import PromptTooLong
-from qcfuse_rag.fusion.estimate import estimate_prefill
-from qcfuse_rag.fusion.guard import PrefillEstimate, predict_fused_s
+from qcfuse_rag.fusion.guard import predict_fused_s
+from qcfuse_rag.fusion.lookup import LookupPlan, Lookups, plan_lookups
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.prefix_cache import PrefixLease
 from qcfuse_rag.fusion.recompute import PartRows, Parts, complete, recompute
@@ -29,7 +30,6 @@ from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
 from qcfuse_rag.runtime.loading.source import LateMissError
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.quantization import LOSSLESS
 
 LOG = logging.getLogger(__name__)
@@ -98,23 +98,21 @@ def prefill_in_parts(
     check_window(runner.lm, prompt, answer_tokens)
     started = time.perf_counter()
     wait_budget = WaitBudget(runner.load_limit_s)
-    decision = _ask_guard(runner, prompt, method, wait_budget, 0 if lease is None else lease.held)
-    refusal = decision.refusal
-    if refusal is not None and lease is not None:
+    plan, decision = _decide(runner, prompt, method, wait_budget, 0 if lease is None else lease.held)
+    if plan is None and lease is not None:
         lease.keep_exact_only()  # full prefill is exact
-    attempt = PrefillAttempt(
-        runner, method if refusal is None else method.as_full_prefill, lease, part_rows, wait_budget
-    )
-    refused: dict[int, Miss] = {}
-    while True:  # every turn does without at least one chunk more
+    lookups = None if plan is None else Lookups(plan, wait_budget)
+    method = method.as_full_prefill if plan is None else method
+    attempt = FuseAttempt(runner, method, lease, part_rows, lookups, wait_budget, decision, started)
+    retried = False
+    while True:  # every turn does without at least one entry more
         fused = FusedPrompt.empty(runner, prompt, len(prompt) + answer_tokens)
         try:
-            return (yield from attempt.run(fused, refused, started, decision))
+            return (yield from attempt.run(fused, wait_first=retried))
         except LateMissError as late:
-            for start in late.corrupt:
-                runner.store.discard(fused.entry_keys[start], late.misses[start].reason)
-            refused |= {lookup.start: Miss(lookup.reason or "absent") for lookup in fused.lookups if not lookup.hit}
-            refused |= late.misses
+            assert lookups is not None
+            lookups.reject(late)
+            retried = True
         finally:
             fused.stop()
         del fused  # free its buffer before the next one is allocated
@@ -134,8 +132,8 @@ def check_window(lm: LanguageModel, prompt: Prompt, answer_tokens: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class GuardDecision:
-    """The answer of a method's guard.
+class Decision:
+    """Whether a prompt is fused.
 
     Attributes:
         refusal: why nothing is fused, or None.
@@ -146,40 +144,48 @@ class GuardDecision:
     predicted_s: float | None = None
 
 
-def _ask_guard(
+def _decide(
     runner: ModelRunner, prompt: Prompt, method: Method, wait_budget: WaitBudget, start: int
-) -> GuardDecision:
-    """Ask the method's guard, if there is one, whether to fuse what comes from `start` on."""
-    if method.guard is None or method.base is None:
-        return GuardDecision()
+) -> tuple[LookupPlan | None, Decision]:
+    """Plan what to read from `start` on, and ask the method's guard; without a plan, everything is computed."""
+    if method.base is None:
+        return None, Decision()
+    priced = method.guard is not None
+    make_plan = partial(plan_lookups, runner.lm, runner.store, prompt, method, start, priced=priced)
     try:
-        estimate = wait_budget.call(lambda: estimate_prefill(runner.lm, runner.store, prompt, method, start))
-        # With no passage stored, fusing is full prefill that also reports the misses.
-        if not estimate.stored_tokens or 0 < estimate.passages == estimate.absent:
-            return GuardDecision()
+        plan = wait_budget.call(make_plan)
+    except TimeoutError as error:
+        return None, Decision(f"everything is computed: the store gave {error}")
+    estimate = plan.estimate
+    # With no passage stored, fusing is full prefill that also reports the misses.
+    if method.guard is None or not estimate.stored_tokens or 0 < estimate.passages == estimate.absent:
+        return plan, Decision()
+    try:
         costs = runner.costs(wait_budget.left_s)
     except TimeoutError as error:
-        return GuardDecision(f"everything is computed: the store gave {error}")
+        return None, Decision(f"everything is computed: the store gave {error}")
     except Exception as error:  # such as no memory for a measured pass; the prompt is fused without a guard
         LOG.warning("the guard is not asked: %s: %s", type(error).__name__, error)
-        return GuardDecision()
+        return plan, Decision()
     refusal = method.guard.refusal(estimate, costs)
     if refusal is None:
-        return GuardDecision(None, predict_fused_s(estimate, costs))
-    if method.guard.refusal(estimate.all_near, costs) is None and _copy_near(runner, estimate):
-        refusal = f"{refusal}; the passages that are not in memory are being copied there"
+        return plan, Decision(None, predict_fused_s(estimate, costs))
+    reasons = [refusal]
+    if method.guard.refusal(estimate.all_near, costs) is None and _copy_near(runner, plan):
+        reasons.append("the passages that are not in memory are being copied there")
     if estimate.absent:
-        refusal = f"{refusal}; {estimate.absent} of {estimate.passages} passages are absent"
-    return GuardDecision(refusal, costs.full_pass_s(estimate.prompt_tokens, estimate.held_tokens))
+        reasons.append(f"{estimate.absent} of {estimate.passages} passages are absent")
+    return None, Decision("; ".join(reasons), costs.full_pass_s(estimate.prompt_tokens, estimate.held_tokens))
 
 
-def _copy_near(runner: ModelRunner, estimate: PrefillEstimate) -> bool:
+def _copy_near(runner: ModelRunner, plan: LookupPlan) -> bool:
     """Start to copy stored segments to the nearest tier, for later prompts; return whether there are any that fit."""
-    limit_bytes, nbytes = runner.store.tiers[0].limit_bytes, estimate.stored_tokens * runner.lm.kv_bytes_per_token
-    if not estimate.far_keys or (limit_bytes is not None and nbytes > limit_bytes):
+    limit_bytes, far_keys = runner.store.tiers[0].limit_bytes, plan.far_keys
+    nbytes = plan.estimate.stored_tokens * runner.lm.kv_bytes_per_token
+    if not far_keys or (limit_bytes is not None and nbytes > limit_bytes):
         return False
     try:
-        runner.store.prefetch(estimate.far_keys)
+        runner.store.prefetch(far_keys)
     except Exception as error:  # no store may fail a request for the sake of later ones
         LOG.warning("passages are not copied to memory: %s: %s", type(error).__name__, error)
         return False
@@ -187,39 +193,46 @@ def _copy_near(runner: ModelRunner, estimate: PrefillEstimate) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrefillAttempt:
-    """One attempt to fuse a prompt; it is repeated without the chunks that turn out to be unreadable.
+class FuseAttempt:
+    """Fuses a prompt; repeated without the entries that turn out to be unreadable.
 
     Attributes:
         runner: the model and the store.
         method: what to reuse and what to recompute.
         lease: the beginning that earlier requests have computed, or None.
         part_rows: the most rows of a part, or None.
+        lookups: reads the stored chunks; None if everything is computed.
         wait_budget: how long to wait for the store.
+        decision: whether to fuse, for the report.
+        started: `time.perf_counter()` when the request began.
     """
 
     runner: ModelRunner
     method: Method
     lease: PrefixLease | None
     part_rows: PartRows | None
+    lookups: Lookups | None
     wait_budget: WaitBudget
+    decision: Decision
+    started: float
 
-    def run(
-        self, fused: FusedPrompt, refused: Mapping[int, Miss], started: float, decision: GuardDecision
-    ) -> Parts[Prefilled]:
+    def run(self, fused: FusedPrompt, *, wait_first: bool) -> Parts[Prefilled]:
         """Fuse, in parts.
 
         Args:
             fused: the prompt with nothing placed.
-            refused: chunks not to look up, by their positions, and why.
-            started: `time.perf_counter()` when the request began.
-            decision: the answer of the method's guard, for the report.
+            wait_first: compute nothing before everything is loaded, since a chunk was unreadable.
 
         Raises:
             LateMissError: if chunks that were found cannot be read while the pass runs.
         """
+        if self.lease is not None:
+            self.lease.give(fused)
+        if self.lookups is not None:
+            fused.load(self.lookups.outcomes(), self.wait_budget)
+        if wait_first:
+            fused.await_all()
         method = self.method
-        self._load(fused, refused)
         candidates = recomputable_chunks(fused)
         candidate_tokens = sum(len(placed.span) for placed in candidates)
         budget = candidate_tokens if method.budget is None else method.budget.tokens(candidate_tokens)
@@ -242,7 +255,7 @@ class PrefillAttempt:
         fused.stop_spreading()
         marks.append(_Mark.now(fused))
         marks[-1].time.wait()
-        total_s = time.perf_counter() - started
+        total_s = time.perf_counter() - self.started
         probe_s, select_s, recompute_s = (_computing_s(first, last, fused) for first, last in pairwise(marks))
         stages = probe_s, select_s, recompute_s - fused.others_s, fused.others_s
 
@@ -252,24 +265,9 @@ class PrefillAttempt:
             check_selection(positions, candidates, fused.known, limit)
         except ValueError as error:
             raise ValueError(f"method {method.name!r} {error}") from None
-        report = _report(fused, method, positions, Timings(total_s - sum(stages), *stages), decision)
+        report = _report(fused, method, positions, Timings(total_s - sum(stages), *stages), self.decision)
         exact_tokens = _exact_tokens(fused, positions if hook is None else [])
         return Prefilled(fused.prompt, logits, fused.await_all(), report, scores, exact_tokens, self.lease)
-
-    def _load(self, fused: FusedPrompt, refused: Mapping[int, Miss]) -> None:
-        if self.lease is not None:
-            self.lease.give(fused)
-        if self.method.base is None:
-            return
-        fused.load(
-            self.method.base,
-            self.method.adapter,
-            start=0 if self.lease is None else self.lease.held,
-            wait_budget=self.wait_budget,
-            refused=refused,
-        )
-        if refused:
-            fused.await_all()  # after one unreadable chunk nothing is computed before everything is there
 
 
 def _exact_tokens(fused: FusedPrompt, recomputed: Collection[int]) -> int:
@@ -300,7 +298,7 @@ def _report(
     method: Method,
     recomputed: list[int],
     timings: Timings,
-    decision: GuardDecision,
+    decision: Decision,
 ) -> FusionReport:
     prompt, unstored, recomputed_tokens = fused.prompt, int((~fused.known).sum()), len(recomputed)
     candidate_tokens = sum(len(placed.span) for placed in recomputable_chunks(fused))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fusion.adapters import AdaptedChunk, Adapter
-from qcfuse_rag.fusion.chunk_lookup import SegmentLookup, look_up_segments, segments_to_look_up
+from qcfuse_rag.fusion.adapters import AdaptedChunk
 from qcfuse_rag.fusion.report import Lookup
 from qcfuse_rag.prompts.segments import Prompt, Role, Span
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -23,9 +22,10 @@ from qcfuse_rag.runtime.residuals import ResidualKernel, ResidualSpread
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import Base
 from qcfuse_rag.store.slice import slice_chunk
+
+if TYPE_CHECKING:
+    from qcfuse_rag.fusion.lookup import Outcome
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,6 @@ class FusedPrompt:
         placed: the placed chunks, the system prefix included.
         lookups: the outcome of every segment that could have been stored.
         row_layers: rows computed so far, summed over the layers each was computed in.
-        entry_keys: by position, the entry that each placed segment came from.
         loader: brings the chunks into the buffer; None if nothing is to be loaded.
         prefix_tokens: leading positions that an earlier request has computed; see `fusion.prefix_cache`.
         prefix_exact: how many of these are full prefill's.
@@ -74,7 +73,6 @@ class FusedPrompt:
     placed: list[PlacedChunk] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
     row_layers: int = 0
-    entry_keys: dict[int, ChunkKey] = field(default_factory=dict)
     loader: LayerLoader | None = None
     prefix_tokens: int = 0
     prefix_exact: int = 0
@@ -92,45 +90,28 @@ class FusedPrompt:
         """The model."""
         return self.runner.lm
 
-    def load(
-        self,
-        base: Base,
-        adapter: Adapter | None = None,
-        *,
-        start: int = 0,
-        wait_budget: WaitBudget | None = None,
-        refused: Mapping[int, Miss] | None = None,
-    ) -> None:
-        """Look up every segment and begin to place the chunks that the store has; missing ones stay unknown.
+    def load(self, outcomes: Sequence[Outcome], wait_budget: WaitBudget | None = None) -> None:
+        """Begin to place the chunks that were looked up; missing ones stay unknown.
 
         Args:
-            base: which stored caches chunks start from.
-            adapter: alters or replaces chunks before they are placed.
-            start: the first position to look up; earlier segments have been placed.
+            outcomes: the chunk of each segment, or why there is none; see `fusion.lookup`.
             wait_budget: how long to wait for the store; None waits as long as it takes.
-            refused: chunks not to look up, by their positions, and why.
 
         Raises:
             LateMissError: if the runner does not overlap loading with computing and a chunk cannot be read.
         """
-        refused, wait_budget = refused or {}, wait_budget or WaitBudget(None)
-        segments = segments_to_look_up(self.lm, self.prompt, base, adapter, start)
-        # The call refers to no buffer: a store that hangs would keep it alive.
-        look_up = partial(look_up_segments, self.lm, self.runner.store, self.prompt, segments, refused)
-        try:
-            outcomes = wait_budget.call(look_up)
-        except TimeoutError:
-            late = Miss(wait_budget.timeout_reason)
-            outcomes = [refused.get(segment.span.start, late) for segment in segments]
         pending = []
-        for segment, outcome in zip(segments, outcomes, strict=True):
-            placed = self._note(segment, outcome)
-            pending += [] if placed is None else [LoadingChunk(segment.span.start, placed.chunk)]
+        for lookup, outcome in outcomes:
+            placed = self._note(lookup.span, outcome)
+            pending += [] if placed is None else [LoadingChunk(lookup.span.start, placed.chunk)]
         if not pending:
             return
-        transfer = self.runner.transfers.open()
         self.loader = LayerLoader(
-            self.loading_buffer, self.lm.ropes, pending, transfer=transfer, wait_budget=wait_budget
+            self.loading_buffer,
+            self.lm.ropes,
+            pending,
+            transfer=self.runner.transfers.open(),
+            wait_budget=wait_budget or WaitBudget(None),
         )
         self.loading_buffer = replace(self.loading_buffer, wait_for_layer=self.loader.wait)
         if not self.runner.overlap:
@@ -208,31 +189,29 @@ class FusedPrompt:
             asking[span.start : span.stop] = False
         return asking.nonzero()[:, 0]
 
-    def _note(self, segment: SegmentLookup, outcome: AdaptedChunk | Miss) -> PlacedChunk | None:
+    def _note(self, span: Span, outcome: AdaptedChunk | Miss) -> PlacedChunk | None:
         """Note the outcome of a lookup; return the chunk to load, or None."""
-        span = segment.span
-        if isinstance(outcome, AdaptedChunk):
-            key = outcome.key or segment.key
-            outcome = _part_of(span, outcome)
-            if outcome.chunk.n_tokens != len(span) or outcome.chunk.n_layers != self.lm.n_layers:
-                reason = f"has {outcome.chunk.n_tokens} tokens and {outcome.chunk.n_layers} layers"
-                self.runner.store.discard(key, reason)
-                outcome = Miss(reason)
         role = str(span.segment.role)
+        if isinstance(outcome, AdaptedChunk):
+            outcome = self._part_of(span, outcome)
         if isinstance(outcome, Miss):
             self.lookups.append(Lookup(role, span.start, len(span), False, outcome.reason, None))
             return None
         self.lookups.append(Lookup(role, span.start, len(span), True, None, outcome.note, outcome.exact))
         self.placed.append(PlacedChunk(span, outcome.chunk, outcome.exact, outcome.demand))
         self.known[span.start : span.stop] = True
-        self.entry_keys[span.start] = key
         return self.placed[-1]
 
-
-def _part_of(span: Span, whole: AdaptedChunk) -> AdaptedChunk:
-    """Return the part of a chunk that stands in the prompt; a chunk of another length stays whole, and is refused."""
-    part = span.segment.part
-    if part is None or whole.chunk.n_tokens != len(part.ids):
-        return whole
-    chunk = slice_chunk(whole.chunk, part.start, part.start + len(span))
-    return replace(whole, chunk=chunk, exact=whole.exact and part.start == 0)
+    def _part_of(self, span: Span, whole: AdaptedChunk) -> AdaptedChunk | Miss:
+        """Return the part of a chunk that stands in the prompt; a chunk of another length is discarded."""
+        part, chunk = span.segment.part, whole.chunk
+        expected = len(span) if part is None else len(part.ids)
+        if chunk.n_tokens != expected or chunk.n_layers != self.lm.n_layers:
+            reason = f"has {chunk.n_tokens} tokens and {chunk.n_layers} layers"
+            if whole.key is not None:
+                self.runner.store.discard(whole.key, reason)
+            return Miss(reason)
+        if part is None:
+            return whole
+        piece = slice_chunk(chunk, part.start, part.start + len(span))
+        return replace(whole, chunk=piece, exact=whole.exact and part.start == 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qcfuse_rag.fusion.adapters import FallbackBases
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.guard import BreakEven
 from qcfuse_rag.fusion.method import Method
@@ -49,7 +48,8 @@ def auto(
     return Method(
         "auto",
         base,
-        adapter=FallbackBases((FRAMED,), exact_first=exact_first),
+        fallbacks=(FRAMED,),
+        exact_first=exact_first,
         probe=QuestionProbe(layers=layers, rows=rows, normalized=normalized),
         selector=TopTokens(),
         budget=VerifiedRatio(DEFAULT_RATIO) if ratio is None else FixedRatio(ratio),

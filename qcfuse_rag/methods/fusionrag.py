@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from qcfuse_rag.errors import UnknownMethod
-from qcfuse_rag.fusion.adapters import FallbackBases
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
@@ -26,7 +25,8 @@ def fusionrag(
         base: which stored caches to start from; the paper uses enriched caches, see `ingestion.enrichment`.
         probe: what the question sees on its way to the last layer: the stored chunks, or only itself. The paper can be
             read both ways.
-        alternative: take the framed cache of a chunk that is not enriched yet, the paper's alternative path.
+        alternative: take the framed cache of a chunk that is not enriched yet. This is what remains of the paper's
+            alternative path: chunks are addressed by system prefix and content, not by the chunks before them.
     """
     if probe not in ("question_over_cache", "question_only"):
         raise UnknownMethod(f"there is no probe {probe!r} of fusionrag, only question_over_cache and question_only")
@@ -34,7 +34,7 @@ def fusionrag(
     return Method(
         "fusionrag",
         base,
-        adapter=FallbackBases((FRAMED,)) if alternative and base.enriched else None,
+        fallbacks=(FRAMED,) if alternative and base.enriched else (),
         probe=QuestionProbe(layers="last", anchor_ratio=anchor_ratio),
         selector=TopTokens(),
         budget=FixedRatio(ratio),

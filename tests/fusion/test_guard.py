@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TieredStore, make_method
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.guard import BreakEven, PrefillEstimate, predict_fused_s
+from qcfuse_rag.fusion.lookup import look_up, plan_lookups
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.fusion.state import FusedPrompt
@@ -81,7 +81,7 @@ def test_what_is_fused_is_predicted_to_be_faster(
 def test_an_outlook_is_what_then_happens(engine: FusionEngine) -> None:
     engine.warm(PASSAGES[:2], bases=(FRAMED,))
     prompt, method = engine.prompt(QUESTION, PASSAGES), guarded()
-    ahead = estimate_prefill(engine.lm, engine.store, prompt, method)
+    ahead = plan_lookups(engine.lm, engine.store, prompt, method).estimate
     report = engine.prefill(prompt, method=replace(method, guard=None)).report
     assert ahead.prompt_tokens == report.prompt_tokens
     assert ahead.rows == report.rows
@@ -93,11 +93,11 @@ def test_the_rows_of_a_probe_are_predicted_with_the_history_in_front_of_the_pass
     engine.warm(PASSAGES, bases=(FRAMED,))
     prompt = engine.prompt(QUESTION, PASSAGES, [("user", QUESTION), ("assistant", "Nobody knows.")])
     fused = FusedPrompt.empty(engine.runner, prompt, len(prompt))
-    fused.load(FRAMED)
     method = make_method("auto", base=FRAMED, ratio=0.5, exact_first=False, guard=False)
+    fused.load(look_up(engine.lm, engine.store, prompt, method))
     rows = fused.probe_rows(suffix=True)
     assert int(rows[0]) < prompt.chunks[0].start, "the history is in front of the passages"
-    assert estimate_prefill(engine.lm, engine.store, prompt, method).probe_rows == len(rows)
+    assert plan_lookups(engine.lm, engine.store, prompt, method).estimate.probe_rows == len(rows)
 
 
 def test_a_refused_prompt_is_computed_in_full_and_says_why(engine: FusionEngine) -> None:
@@ -370,7 +370,7 @@ def test_overhead_is_added_to_fused_prefills_alone(probe_rows: int, aside: bool)
 def test_reports_name_the_prediction_for_what_was_done(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(FRAMED,))
     prompt, never = engine.prompt(QUESTION, PASSAGES), BreakEven(margin=1e-9)
-    ahead = estimate_prefill(engine.lm, engine.store, prompt, guarded())
+    ahead = plan_lookups(engine.lm, engine.store, prompt, guarded()).estimate
     runner = loading_first(engine.lm, engine.store, costs=lambda: FAST)
     fused = prefill(runner, prompt, replace(guarded(), guard=BreakEven(margin=1e9))).report
     assert fused.predicted_s == predict_fused_s(ahead, FAST)
@@ -430,7 +430,7 @@ def test_passages_on_disk_are_copied_to_memory_where_fusing_pays_only_from_there
             assert "are being copied there" in str(first.fallback)
             assert first.rows == len(prompt)
             deadline = time.monotonic() + 30
-            while estimate_prefill(llama, store, prompt, guarded()).far_keys and time.monotonic() < deadline:
+            while plan_lookups(llama, store, prompt, guarded()).far_keys and time.monotonic() < deadline:
                 time.sleep(0.01)
             second = prefill(runner, prompt, guarded()).report
             assert second.fallback is None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qcfuse_rag import LanguageModel, MemoryStore
+from qcfuse_rag import LanguageModel, MemoryStore, make_method
+from qcfuse_rag.fusion.lookup import look_up
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.store.prefill_base import FRAMED
@@ -24,6 +25,6 @@ def test_a_part_behind_the_system_prefix_is_exact_only_from_its_first_token(llam
     )
     prompt = Prompt(segments, prefix_ids=prefix_ids)
     fused = FusedPrompt.empty(engine.runner, prompt, len(prompt))
-    fused.load(FRAMED)
+    fused.load(look_up(engine.lm, engine.store, prompt, make_method("reuse", base=FRAMED)))
     fused.await_all()
     assert [placed.exact for placed in fused.placed_chunks] == [start == 0]

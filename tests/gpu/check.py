@@ -35,8 +35,8 @@ from qcfuse_rag import KVStore, LanguageModel, MemoryStore, make_method, open_st
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.first_passes import measure_overhead
-from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.guard import BreakEven, predict_fused_s
+from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.template import PromptTemplate
@@ -210,7 +210,7 @@ def loading(check: Check) -> dict[str, Any]:
             name = f"{tier.name}, {tier.numbers}"
             found[name] = {"bytes of the model's dtype a second": rate, "costs": asdict(costs)}
             for prompt in prompts:
-                estimate = estimate_prefill(lm, tier.store, prompt, method)
+                estimate = plan_lookups(lm, tier.store, prompt, method).estimate
                 prefill(here, prompt, method.unguarded)  # a first pass compiles
                 taken = median(prefill(here, prompt, method.unguarded).report.timings.ttft_s for _ in range(3))
                 found[name][f"{len(prompt):,} tokens"] = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method, open_store
+from qcfuse_rag.fusion.lookup import look_up
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt
@@ -117,13 +118,11 @@ def test_caches_behind_another_primer_have_other_keys(engine: FusionEngine) -> N
 def test_the_first_passage_is_exact_and_the_others_primed(warmed: FusionEngine) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-    assert UNGUARDED.base is not None
-    fused.load(UNGUARDED.base, UNGUARDED.adapter)
+    fused.load(look_up(warmed.lm, warmed.store, prompt, UNGUARDED))
     assert [placed.exact for placed in fused.placed_chunks] == [True, False, False]
     without = make_method("auto", exact_first=False)
-    assert without.base is not None
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-    fused.load(without.base, without.adapter)
+    fused.load(look_up(warmed.lm, warmed.store, prompt, without))
     assert [placed.exact for placed in fused.placed_chunks] == [False, False, False]
 
 
@@ -148,7 +147,7 @@ def test_a_passage_not_primed_yet_is_taken_framed_and_one_not_stored_is_computed
 def test_the_probe_runs_the_question_or_the_suffix(warmed: FusionEngine, rows: str) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-    fused.load(FRAMED)
+    fused.load(look_up(warmed.lm, warmed.store, prompt, make_method("reuse", base=FRAMED)))
     probe_rows = fused.probe_rows(suffix=rows == "suffix").tolist()
     assert probe_rows[0] == prompt.chunks[-1].stop
     last = next(span.stop for span in prompt.spans if span.segment.role.value == "question")
@@ -181,7 +180,7 @@ def test_normalized_layers_weigh_the_same(warmed: FusionEngine) -> None:
     scores = {}
     for normalized in (False, True):
         fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-        fused.load(FRAMED)
+        fused.load(look_up(warmed.lm, warmed.store, prompt, make_method("reuse", base=FRAMED)))
         scores[normalized] = QuestionProbe(layers="all", normalized=normalized).scores(fused).by_layer
     counted = candidate_positions(recomputable_chunks(fused))
     by_hand = scores[False][:, counted] / scores[False][:, counted].sum(1, keepdim=True)

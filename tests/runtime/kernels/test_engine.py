@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 
 
 from qcfuse_rag.engine import first_passes as warming
+from qcfuse_rag.fusion.lookup import look_up
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.kernels import context_score, launch
@@ -76,7 +77,7 @@ def test_layers_that_have_arrived_are_placed_by_one_launch(
     monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.slabs_by_format", lambda chunks, *_: ([], chunks))
     lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-    fused.load(FRAMED)
+    fused.load(look_up(warmed.lm, warmed.store, prompt, make_method("reuse", base=FRAMED)))
     for thread in threading.enumerate():
         if thread.name == "qcfuse-loading":
             thread.join(60)
