@@ -33,7 +33,7 @@ from benchmarks.speed.tables import draw, markdown
 from benchmarks.speed.tiers import StoreTier, fill, open_tiers
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.cli.capacity import measure_ceilings
-from qcfuse_rag.engine.first_passes import measure_overhead
+from qcfuse_rag.engine.first_passes import measure_recorded_pass
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill
@@ -127,9 +127,11 @@ def measure_speed(
         runners = [runner.with_store(tier.store) for tier in tiers]  # each measures its costs once, for the guard
         result["recording_s"] = seconds(lm, runner.prefills.compile)
         result["recording_refusal"] = runner.prefills.refusal
-        overhead_s = measure_overhead(runner, PromptBuilder(lm.tokenizer, PromptTemplate(), lm.context_window.tokens))
+        recorded_pass_s = measure_recorded_pass(
+            runner, PromptBuilder(lm.tokenizer, PromptTemplate(), lm.context_window.tokens)
+        )
         for over_tier in runners:  # as an engine does for its guard
-            over_tier.costs.overhead_s = overhead_s
+            over_tier.costs.recorded_pass_s = recorded_pass_s
         if options.requests:
             result["step_recording_s"] = seconds(lm, lambda: runner.decodes.compile(options.requests))
             result["step_recording_refusal"] = runner.decodes.refusal

@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.corpus import Corpus, WarmSettings
-from qcfuse_rag.engine.first_passes import measure_overhead, run_first_passes
+from qcfuse_rag.engine.first_passes import measure_recorded_pass, run_first_passes
 from qcfuse_rag.engine.opening import open_parts
 from qcfuse_rag.engine.system_prefixes import SystemPrefixes
 from qcfuse_rag.fusion.lookup import rows_if_stored
@@ -316,7 +316,7 @@ class FusionEngine:
         started = time.perf_counter()
         run_first_passes(self.runner, self.prompts)
         self.runner.compile()
-        self.runner.costs.overhead_s = measure_overhead(self.runner, self.prompts)
+        self.runner.costs.recorded_pass_s = measure_recorded_pass(self.runner, self.prompts)
         if self.method.guard is not None and any(tier.entries for tier in self.store.stats()):
             self.runner.costs()
         return time.perf_counter() - started

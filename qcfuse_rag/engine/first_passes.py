@@ -1,13 +1,11 @@
-"""Run the first passes of a process before a request waits for them, and measure a fused prefill's overhead."""
+"""Run the first passes of a process before a request waits for them, and time a recorded one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from math import ceil
 
-from qcfuse_rag.fusion.guard import predict_fused_s
 from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.generation.decode import TextStream
@@ -52,20 +50,18 @@ def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
             TextStream(runner, prefilled, SamplingParams(max_new_tokens=2)).result()
 
 
-def measure_overhead(runner: ModelRunner, prompts: PromptBuilder) -> float:
-    """Return the seconds that a fused prefill takes beyond its passes: lookups, starting to load, scoring.
+def measure_recorded_pass(runner: ModelRunner, prompts: PromptBuilder) -> float | None:
+    """Return the fixed seconds of a recorded pass in a fused prefill; None where passes are not recorded.
 
-    With recorded passes these are most of a short prompt's time; without, it is 0.
+    A short fused prefill is timed, of which the passes' fixed costs, lookups and the start of loading are most.
     """
     prompt = _prompt(prompts, MANY, LONG)
     if runner.prefills.refusal is not None or len(prompt) > runner.lm.context_window.tokens:
-        return 0.0
+        return None
     here = _over_a_passage(runner, prompts)
     method = make_method("prophetkv", ratio=SOME, base=FRAMED)
-    # Loading so few tokens takes the link no time; starting to load is part of the overhead.
-    costs = replace(runner.costs(), load_s=0.0, near_load_s=0.0, overhead_s=0.0)
-    taken_s = min(prefill(here, prompt, method).report.timings.ttft_s for _ in range(SAMPLES))
-    return max(0.0, taken_s - predict_fused_s(plan_lookups(runner.lm, here.store, prompt, method).estimate, costs))
+    share = plan_lookups(runner.lm, here.store, prompt, method).estimate.probe_share
+    return min(prefill(here, prompt, method).report.timings.ttft_s for _ in range(SAMPLES)) / (1 + share)
 
 
 def _over_a_passage(runner: ModelRunner, prompts: PromptBuilder) -> ModelRunner:

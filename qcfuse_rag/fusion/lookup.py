@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
-from qcfuse_rag.fusion.guard import PrefillEstimate
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.prompts.segments import Prompt, Role, Span
+from qcfuse_rag.runtime.cost import PrefillEstimate
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.source import LateMissError
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.errors import PromptTooLong
-from qcfuse_rag.fusion.guard import predict_fused_s
 from qcfuse_rag.fusion.lookup import LookupPlan, Lookups, plan_lookups
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.prefix_cache import PrefixLease
@@ -169,7 +168,7 @@ def _decide(
         return plan, Decision()
     refusal = method.guard.refusal(estimate, costs)
     if refusal is None:
-        return plan, Decision(None, predict_fused_s(estimate, costs))
+        return plan, Decision(None, costs.fused_s(estimate))
     reasons = [refusal]
     if method.guard.refusal(estimate.all_near, costs) is None and _copy_near(runner, plan):
         reasons.append("the passages that are not in memory are being copied there")

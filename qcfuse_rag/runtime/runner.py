@@ -9,13 +9,12 @@ from collections.abc import Callable
 import torch
 
 from qcfuse_rag.runtime.buffer import SPARE_BYTES, BufferPool, KVBuffer
+from qcfuse_rag.runtime.cost import MeasuredCosts, MeasuredStepCosts
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
-from qcfuse_rag.runtime.measured_costs import MeasuredCosts
-from qcfuse_rag.runtime.step_costs import MeasuredStepCosts
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.memory import MemoryStore
 
@@ -79,7 +78,7 @@ class ModelRunner:
         _page_lock(self.lm, store)
         runner = copy.copy(self)
         runner.store, runner.costs = store, MeasuredCosts(self.lm, store, self.prefills, self.transfers)
-        runner.costs.overhead_s = self.costs.overhead_s
+        runner.costs.recorded_pass_s = self.costs.recorded_pass_s
         return runner
 
     def allocate(self, capacity: int) -> KVBuffer:

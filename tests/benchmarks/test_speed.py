@@ -33,9 +33,8 @@ from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError, make_method
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.models.weights.formats import HeldFormat, round_weights
-from qcfuse_rag.runtime.costs import Costs
+from qcfuse_rag.runtime.cost import Costs, LoadTimes
 from qcfuse_rag.runtime.decode_step import forward_step
-from qcfuse_rag.runtime.loading.load_time import LoadTimes
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.testing import example_chunk, example_key

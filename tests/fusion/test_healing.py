@@ -11,8 +11,8 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_me
 from qcfuse_rag.fusion.healing import AttendedTokens, Healing
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.prompts.segments import Role, Segment
+from qcfuse_rag.runtime.cost import StepCosts
 from qcfuse_rag.runtime.rows import RowsPlan
-from qcfuse_rag.runtime.step_costs import StepCosts
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support.cases import cases

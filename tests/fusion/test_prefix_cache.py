@@ -17,7 +17,7 @@ from qcfuse_rag.fusion.guard import IN_FULL, PrefillEstimate
 from qcfuse_rag.fusion.prefix_cache import KeptSequence, PrefixCache
 from qcfuse_rag.prompts.segments import Role, Segment
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.costs import Costs
+from qcfuse_rag.runtime.cost import Costs
 from tests.support.engines import METHOD, make_engine
 from tests.support.passages import PASSAGES, QUESTION
 

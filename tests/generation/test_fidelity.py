@@ -15,7 +15,7 @@ from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.generation import decoder as decoding
 from qcfuse_rag.generation.decoder import DRAFT_TOKENS
 from qcfuse_rag.generation.grammar import Constraint
-from qcfuse_rag.runtime.step_costs import StepCosts
+from qcfuse_rag.runtime.cost import StepCosts
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references

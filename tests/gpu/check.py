@@ -34,14 +34,14 @@ from benchmarks.speed.tiers import fill, open_tiers
 from qcfuse_rag import KVStore, LanguageModel, MemoryStore, make_method, open_store
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import default_model
-from qcfuse_rag.engine.first_passes import measure_overhead
-from qcfuse_rag.fusion.guard import BreakEven, predict_fused_s
+from qcfuse_rag.engine.first_passes import measure_recorded_pass
+from qcfuse_rag.fusion.guard import BreakEven
 from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.runtime.attention.dense import chosen_backends
-from qcfuse_rag.runtime.costs import Costs
+from qcfuse_rag.runtime.cost import Costs
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
@@ -101,10 +101,10 @@ class Check:
         return runner
 
     def runner_over(self, store: KVStore) -> ModelRunner:
-        """Return the runner over a store, with the overhead of a fused prefill measured as engines do."""
+        """Return the runner over a store, with recorded passes timed as engines do."""
         runner = self.runner.with_store(store)
         prompts = PromptBuilder(self.lm.tokenizer, PromptTemplate(), self.lm.context_window.tokens)
-        runner.costs.overhead_s = 0.0 if self.dry else measure_overhead(runner, prompts)
+        runner.costs.recorded_pass_s = None if self.dry else measure_recorded_pass(runner, prompts)
         return runner
 
 
@@ -216,7 +216,7 @@ def loading(check: Check) -> dict[str, Any]:
                 found[name][f"{len(prompt):,} tokens"] = {
                     "full, predicted s": costs.full_pass_s(len(prompt)),
                     "full, s": full_s[len(prompt)],
-                    "fused, predicted s": predict_fused_s(estimate, costs),
+                    "fused, predicted s": costs.fused_s(estimate),
                     "fused, s": taken,
                     "guard": BreakEven().refusal(estimate, costs) or "fuses",
                 }

@@ -17,11 +17,10 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.engine.first_passes import run_first_passes
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.costs import Costs
+from qcfuse_rag.runtime.cost import Costs, LoadTimes
 from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
-from qcfuse_rag.runtime.loading.load_time import LoadTimes
 from qcfuse_rag.runtime.loading.source import LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.store.chunk import ChunkKV
@@ -117,11 +116,11 @@ def test_loading_is_timed_by_the_path_that_requests_take(
     launched = device.launched["place"]
     costs = engine.runner.costs()
     assert costs.load_s > 0
-    assert costs.loading_overlaps
+    assert costs.overlaps
     assert device.launched["place"] > launched
 
 
-def test_compiling_measures_the_overhead_of_a_fused_prefill(
+def test_compiling_times_a_fused_prefill_with_recorded_passes(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host's work before and between passes, which is most of a short prompt's time on a GPU."""
@@ -129,19 +128,17 @@ def test_compiling_measures_the_overhead_of_a_fused_prefill(
 
     monkeypatch.setattr(first_passes, "MANY", 3)  # the interpreter is slow
     monkeypatch.setattr(first_passes, "TOKENS", 8)
-    seams.measured_passes(
-        monkeypatch, lambda *_: Costs(pass_s=1e-9, row_s=1e-12, recorded_rows=1024, recorded_pass_s=1e-9)
-    )
+    seams.measured_passes(monkeypatch, lambda *_: Costs(pass_s=1e-9, row_s=1e-12))
     seams.measured_loading(monkeypatch, lambda *_: LoadTimes(1e-3, 1e-3))
     engine = make_engine(
         LanguageModel.wrap(moved(build_model("llama", num_hidden_layers=1), device), tokenizer), MemoryStore()
     )
-    assert first_passes.measure_overhead(engine.runner, engine.prompts) == 0, "before passes are recorded"
+    assert first_passes.measure_recorded_pass(engine.runner, engine.prompts) is None, "before passes are recorded"
     engine.runner.prefills.compile(rows=(48,))
-    engine.runner.costs.overhead_s = first_passes.measure_overhead(engine.runner, engine.prompts)
-    assert engine.runner.costs.overhead_s > 1e-4, "lookups take the host some time"
-    assert engine.runner.costs().overhead_s == engine.runner.costs.overhead_s
-    assert engine.runner.with_store(MemoryStore()).costs.overhead_s == engine.runner.costs.overhead_s
+    engine.runner.costs.recorded_pass_s = first_passes.measure_recorded_pass(engine.runner, engine.prompts)
+    assert engine.runner.costs.recorded_pass_s > 1e-4, "lookups take the host some time"
+    assert engine.runner.costs().recorded_pass_s == engine.runner.costs.recorded_pass_s
+    assert engine.runner.with_store(MemoryStore()).costs.recorded_pass_s == engine.runner.costs.recorded_pass_s
 
 
 def test_recorders_do_not_share_a_stream(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,490 @@
+"""What passes, steps and loading cost on this machine: six coefficients that predict a prefill, and their measuring."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import accumulate, islice
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from qcfuse_rag.atomic_write import write_atomically
+from qcfuse_rag.errors import CorruptEntry, QCFuseError
+from qcfuse_rag.models.cpu_dtype import processor_name
+from qcfuse_rag.models.fingerprint import digest
+from qcfuse_rag.runtime.attention.dense import dense_attention_name
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.device import fastest_s, timed
+from qcfuse_rag.runtime.forward import forward_rows
+from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
+from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
+from qcfuse_rag.runtime.kernels.support import kernels_available
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferOpener
+from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
+from qcfuse_rag.runtime.loading.source import LateMissError, LoadingChunk
+from qcfuse_rag.runtime.loading.wait_budget import WaitBudget, call_with_timeout
+from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.store.backends.base import KVStore, Miss
+from qcfuse_rag.store.backends.index_database import INDEX_FAILURES
+from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.prefill_base import BASES, BLIND
+
+SAMPLES = 3
+"""Timed passes of each size; the fastest counts, because other work disturbs it least."""
+FEW_ROWS = 16
+"""Rows of the shortest timed pass: on a CPU it mostly reads weights, on a GPU it takes as long as launching it."""
+CPU_ROWS = 128
+"""Rows of the longer timed pass on a CPU."""
+GPU_ROWS = (4096, 8192)
+"""Rows of the longer timed passes on a GPU; two, because the keys that rows see cost time as well."""
+LAUNCH_BOUND = 1.05
+"""A pass on a GPU that takes at most so many times as long as one of few rows may wait for the host."""
+APART = 1.5
+"""Sizes that differ by less show no difference but noise."""
+LOADS, PASSAGES_PER_LOAD = 3, 4
+"""Loads that are timed, and passages of each if the store has so many; the median of the loads counts."""
+HELD_BYTES = 512 << 20
+"""Most bytes of copies that are kept from one load to the next, so that the next load needs new memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEstimate:
+    """The work of a fused prefill, estimated before anything is loaded.
+
+    Attributes:
+        prompt_tokens: length of the prompt, without `held_tokens`.
+        stored_tokens: tokens of its segments that the store has.
+        selected_tokens: stored tokens that would be recomputed.
+        probe_rows: rows that the method's probe computes; 0 without a probe.
+        probe_share: share of the layers that the probe runs.
+        passages: number of passages in the prompt.
+        absent: number of passages that the store does not have.
+        near_tokens: tokens of its segments that the store's nearest tier has.
+        held_tokens: leading tokens whose keys and values an earlier request computed.
+    """
+
+    prompt_tokens: int
+    stored_tokens: int
+    selected_tokens: int
+    probe_rows: int
+    probe_share: float
+    passages: int = 0
+    absent: int = 0
+    near_tokens: int = 0
+    held_tokens: int = 0
+
+    @property
+    def all_near(self) -> PrefillEstimate:
+        """The estimate if the nearest tier had all that is stored."""
+        return replace(self, near_tokens=self.stored_tokens)
+
+    @property
+    def rows(self) -> int:
+        """Rows that the fused pass would compute."""
+        return self.prompt_tokens - self.stored_tokens + self.selected_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Six costs in seconds that predict a prefill.
+
+    To compute `R` rows that see `K` keys each takes `R (row_s + K key_s)`. On a CPU, a pass takes `pass_s` and that. On
+    a GPU, it takes the longer of both: the host launches kernels while the device computes. A pass that is recorded as
+    CUDA graphs has `recorded_pass_s` in place of `pass_s`. To load a token takes `near_load_s` if the nearest tier has
+    it, else `load_s`.
+
+    Attributes:
+        pass_s: the fixed cost of a pass: reading the weights on a CPU, launching kernels on a GPU.
+        row_s: the cost of each row.
+        load_s: the cost of loading a token that the nearest tier does not have.
+        near_load_s: the same of a token that it has; None if it is `load_s`.
+        key_s: the cost of each key that a row sees. It is measured on GPUs only: on a CPU a pass that is long enough
+            takes many seconds, so that full prefill of a long prompt takes longer than predicted.
+        recorded_pass_s: the fixed cost of a recorded pass in a fused prefill, its share of the lookups included.
+        recorded_rows: most rows of a recorded pass; 0 without recordings.
+        overlaps: whether launching and loading take no time from computing: on a GPU.
+    """
+
+    pass_s: float
+    row_s: float
+    load_s: float = 0.0
+    near_load_s: float | None = None
+    key_s: float = 0.0
+    recorded_pass_s: float = 0.0
+    recorded_rows: int = 0
+    overlaps: bool = False
+
+    def full_pass_s(self, rows: int, held: int = 0) -> float:
+        """Predict the seconds of a pass over a whole prompt that follows `held` tokens with cached keys and values."""
+        return self._pass_s(self.pass_s, rows, held + rows / 2)
+
+    def partial_pass_s(self, rows: int, keys: float = 0, share: float = 1.0) -> float:
+        """Predict the seconds of a pass over some rows that see so many keys, through a share of the layers."""
+        return share * self._pass_s(self.pass_s if rows > self.recorded_rows else self.recorded_pass_s, rows, keys)
+
+    def _pass_s(self, fixed_s: float, rows: int, keys: float) -> float:
+        computing_s = rows * (self.row_s + keys * self.key_s)
+        if not rows:
+            return 0.0
+        return max(fixed_s, computing_s) if self.overlaps else fixed_s + computing_s
+
+    def fused_s(self, estimate: PrefillEstimate) -> float:
+        """Predict the seconds of a fused prefill.
+
+        The probe's rows see the whole prompt. Recomputed rows are spread over it, and see half of it. What the nearest
+        tier does not have is copied there first.
+        """
+        near_load_s = self.load_s if self.near_load_s is None else self.near_load_s
+        copy_s = (estimate.stored_tokens - estimate.near_tokens) * (self.load_s - near_load_s)
+        load_s = estimate.stored_tokens * near_load_s
+        held, tokens = estimate.held_tokens, estimate.prompt_tokens
+        probe_s = self.partial_pass_s(estimate.probe_rows, held + tokens, estimate.probe_share)
+        rows_s = self.partial_pass_s(estimate.rows, held + tokens / 2)
+        if not self.overlaps:
+            return copy_s + load_s + probe_s + rows_s
+        return copy_s + (max(load_s, probe_s) + rows_s if probe_s else max(load_s, rows_s))
+
+
+class MeasuredCosts:
+    """The costs of a model over a store on this machine; call the object to get them.
+
+    The first call measures them. A method with a guard makes it at the first prompt with a stored chunk; calling
+    earlier, when the store holds passages, saves that prompt a second or two. The costs are kept in the store's folder,
+    so they stay the same for all requests and after a restart on the same kind of machine. Safe to call from several
+    threads.
+
+    Args:
+        lm: the model.
+        store: the store.
+        passes: runs the model's passes.
+        transfers: opens the transfers by which requests load.
+
+    Attributes:
+        recorded_pass_s: see `Costs`; None until `engine.first_passes` has measured it, which it does where passes are
+            recorded. It is not kept in the file.
+    """
+
+    def __init__(self, lm: LanguageModel, store: KVStore, passes: PrefillRunner, transfers: TransferOpener) -> None:
+        self._lm, self._store, self._passes, self._transfers = lm, store, passes, transfers
+        self._costs: Costs | None = None
+        self.recorded_pass_s: float | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, limit_s: float | None = None) -> Costs:
+        """Return the costs; loading costs 0 as long as the store holds nothing to measure it with.
+
+        Args:
+            limit_s: most seconds to wait for the store where loading is measured; None sets no limit.
+
+        Raises:
+            TimeoutError: if the store does not answer in time. Passes stay measured.
+        """
+        with self._lock:
+            if self._costs is None or not self._costs.load_s:
+                self._costs = self._measure(limit_s)
+            if self.recorded_pass_s is None:
+                return self._costs
+            most_rows = self._passes.most_rows
+            return replace(self._costs, recorded_pass_s=self.recorded_pass_s, recorded_rows=most_rows)
+
+    def _measure(self, limit_s: float | None) -> Costs:
+        path = costs_path(self._lm, self._store)
+        kept = None if path is None else read_costs(path)
+        if kept is not None:
+            return kept
+        self._costs = self._costs or measure_passes(self._lm)
+        times = call_with_timeout(limit_s, partial(measure_loading, self._lm, self._store, self._transfers))
+        if times is None:
+            return self._costs
+        costs = replace(self._costs, load_s=times.far_s, near_load_s=times.near_s)
+        if path is not None:
+            with suppress(OSError):  # a folder that is not writable is left alone
+                write_atomically(path, json.dumps(asdict(costs)))
+        return costs
+
+
+def costs_path(lm: LanguageModel, store: KVStore) -> Path | None:
+    """Return the file of a model's costs on this machine; deleting it makes the next process measure again.
+
+    It is in the store's folder; None if the store has none. The store's tiers and its format count.
+    """
+    if store.folder is None:
+        return None
+    facts = (
+        tuple(Costs.__dataclass_fields__),
+        lm.fingerprint.digest,
+        lm.device.type,
+        torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else processor_name(),
+        os.cpu_count(),
+        torch.get_num_threads(),
+        torch.__version__,
+        dense_attention_name(lm.device, lm.dtype),
+        kernels_available(lm.device, lm.dtype, lm.widest_head),
+        store.numbers,
+        *(tier.kind for tier in store.tiers),
+    )
+    return store.folder / f"costs-{digest(' '.join(map(str, facts)).encode())}.json"
+
+
+def read_costs(path: Path) -> Costs | None:
+    """Read a file of costs; None if it does not exist, is damaged, or lacks a cost."""
+    try:
+        data = json.loads(path.read_text())
+        kinds = asdict(Costs(0.0, 0.0, near_load_s=0.0))
+        return Costs(**{name: type(kind)(data[name]) for name, kind in kinds.items()})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+@torch.inference_mode()
+def measure_passes(lm: LanguageModel) -> Costs:
+    """Time a few prefills; loading costs nothing yet."""
+    on_gpu = overlaps(lm)
+    sizes = [min(size, lm.context_window.tokens) for size in (FEW_ROWS, *(GPU_ROWS if on_gpu else (CPU_ROWS,)))]
+    prefill_once(lm, sizes[0])  # a process's first pass pays for one-time setup
+    few_s, times_s = fastest_s(lm.device, partial(prefill_once, lm, sizes[0]), SAMPLES), dict[int, float]()
+    for size in sizes[1:]:
+        with suppress(torch.OutOfMemoryError):
+            times_s[size] = fastest_s(lm.device, partial(prefill_once, lm, size), SAMPLES)
+    if on_gpu:
+        row_s, key_s = _row_costs(few_s, times_s)
+        return Costs(few_s, row_s, key_s=key_s, overlaps=True)
+    row_s = max(times_s[sizes[1]] - few_s, 1e-9) / max(1, sizes[1] - sizes[0])
+    return Costs(max(0.0, few_s - sizes[0] * row_s), row_s)
+
+
+def _row_costs(launch_s: float, times_s: dict[int, float]) -> tuple[float, float]:
+    """Return the seconds of a row and of each key that it sees, `b` and `c` of `b T + c T² / 2` through two lengths."""
+    computed = sorted((size, time_s) for size, time_s in times_s.items() if time_s > LAUNCH_BOUND * launch_s)
+    if not computed:  # passes that take hardly longer than launching tell nothing
+        size = max(times_s, default=1)
+        return max(0.0, times_s.get(size, launch_s) - launch_s) / size, 0.0
+    (size, time_s), (longest, longest_s) = computed[0], computed[-1]
+    row_s, key_s = time_s / size, 0.0
+    if longest >= APART * size:  # the keys take at most half of the shorter time
+        key_s = min(max(0.0, 2 * (longest_s / longest - row_s) / (longest - size)), row_s / size)
+    return row_s - key_s * size / 2, key_s
+
+
+def overlaps(lm: LanguageModel) -> bool:
+    """Return whether the host launches and loads while the device computes."""
+    return lm.device.type == "cuda"
+
+
+def prefill_once(lm: LanguageModel, tokens: int) -> None:
+    """Compute a full prefill of arbitrary tokens."""
+    plan = RowsPlan.between(0, tokens, lm.device, lm.sliding)
+    forward_rows(lm, plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, lm.empty_buffer(tokens))
+
+
+class LoadTimes(NamedTuple):
+    """Seconds of loading a token that the nearest tier does not have, and of one that it has."""
+
+    far_s: float
+    near_s: float
+
+
+@torch.inference_mode()
+def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener) -> LoadTimes | None:
+    """Return the median times of loading a token; None if no passage can be read. The store's entries stay as they are.
+
+    Passages are loaded as a request loads them, some at a time, from the farthest tier on this machine. If there is a
+    tier in memory, they are copied as it copies them, and then loaded. A remote is not asked for its entries.
+    """
+    nearest = store.tiers[0] if len(store.tiers) > 1 else None
+    memory = nearest if isinstance(nearest, MemoryStore) else None
+    farthest = next((tier for tier in reversed(store.tiers) if tier.folder is not None), store.tiers[0])
+    try:
+        chunks = _stored_chunks(lm, farthest, store.prefix)
+        size = max(1, len(chunks) // LOADS)
+        held: list[ChunkKV] = []
+        times: list[LoadTimes] = []
+        for start in range(0, len(chunks), size)[:LOADS]:
+            found = _load_once(lm, chunks[start : start + size], transfers.open(), memory, held)
+            times += [found] if found else []
+            while sum(chunk.nbytes for chunk in held) > HELD_BYTES:
+                held.pop(0)
+    except (QCFuseError, RuntimeError, KeyError, ValueError, *INDEX_FAILURES):
+        return None
+    if not times:
+        return None
+    return LoadTimes(median(load.far_s for load in times), median(load.near_s for load in times))
+
+
+def _stored_chunks(lm: LanguageModel, store: KVStore, prefix: str) -> list[ChunkKV]:
+    """Return some stored passages of the model; where there are none, what is stored blind, such as a system prefix."""
+
+    def read(bases: Collection[str]) -> Iterator[ChunkKV]:
+        for entry in store.entries():
+            opened = store.open(entry.address) if entry.address.startswith(prefix) else None
+            if isinstance(opened, tuple):
+                key, chunk = opened
+                if key.fingerprint == lm.fingerprint and key.base.split("+")[0] in bases:
+                    yield chunk
+
+    count = LOADS * PASSAGES_PER_LOAD
+    return list(islice(read(BASES.keys() - {BLIND.name}), count)) or list(islice(read({BLIND.name}), count))
+
+
+def _load_once(
+    lm: LanguageModel,
+    chunks: Sequence[ChunkKV],
+    transfer: HostToDevice | None,
+    memory: MemoryStore | None,
+    held: list[ChunkKV],
+) -> LoadTimes | None:
+    """Return the seconds per token of loading passages one behind the other; None if none can be read.
+
+    Those that cannot be read are left out, and the others loaded again. `held` takes the copies in memory: to page-lock
+    new memory takes longer than to fill it, and a passage that a request copies there needs new memory.
+    """
+    ends = list(accumulate(chunk.n_tokens for chunk in chunks))
+    starts = [0, *ends[:-1]]
+    buffer = lm.empty_buffer(ends[-1])
+    near = [*chunks]
+
+    def copy_near() -> None:
+        assert memory is not None
+        for place, (start, chunk) in enumerate(zip(starts, chunks, strict=True)):
+            try:
+                near[place] = memory.copy_of(chunk)
+                held.append(near[place])
+            except torch.OutOfMemoryError:
+                break  # the others are loaded from where they are
+            except (CorruptEntry, OSError, ValueError) as error:
+                raise LateMissError({start: Miss(str(error))}) from error
+
+    def load() -> None:
+        loading = [LoadingChunk(start, chunk) for start, chunk in zip(starts, near, strict=True)]
+        loader = LayerLoader(buffer, lm.ropes, loading, transfer=transfer, wait_budget=WaitBudget(None))
+        try:
+            loader.wait()
+        finally:
+            loader.stop()
+
+    try:
+        copy_s = 0.0 if memory is None else timed(lm.device, copy_near)
+        load_s = timed(lm.device, load)
+    except LateMissError as late:
+        readable = [chunk for start, chunk in zip(starts, chunks, strict=True) if start not in late.misses]
+        return _load_once(lm, readable, transfer, memory, held) if readable else None
+    return LoadTimes((copy_s + load_s) / ends[-1], load_s / ends[-1])
+
+
+STEP_CONTEXT = 1024
+"""Length of the prompt that decode steps are measured over."""
+STEP_ROWS = {"cpu": (8, 64), "cuda": (32, 256)}
+"""Rows beside a measured step, by device; the difference of both is the cost of more rows."""
+MOST_ROWS = 512
+"""Most rows beside a step: where more rows measure no slower, the measurement says nothing of many more."""
+
+
+class HealingPace(NamedTuple):
+    """How many rows to heal beside a step, and the steps from one that heals to the next; 1 heals beside each."""
+
+    rows: int
+    interval: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Costs in seconds for healing: a decode step with `R` further rows takes `step_s + extra_s + R row_s`.
+
+    Attributes:
+        step_s: a decode step alone.
+        extra_s: the cost of any further rows; products of one row are faster than those of two.
+        row_s: the cost of each further row.
+    """
+
+    step_s: float
+    extra_s: float
+    row_s: float
+
+    @property
+    def rows_like_a_step(self) -> int:
+        """Number of further rows that take about as long as a step, which reads the weights; 1 to `MOST_ROWS`."""
+        return min(MOST_ROWS, max(1, round(self.step_s / self.row_s)))
+
+    def pass_s(self, rows: int) -> float:
+        """Predict the seconds of a step with further rows."""
+        return self.step_s + self.extra_s + rows * self.row_s
+
+    def rows_beside(self, slowdown: float) -> int:
+        """Return how many rows fit beside a step that may take this share longer.
+
+        A power of two up to `MOST_ROWS`, or 0: measurements vary from one process to the next, powers of two vary less.
+        """
+        rows = int((slowdown * self.step_s - self.extra_s) / self.row_s)
+        return min(MOST_ROWS, 1 << (rows.bit_length() - 1)) if rows > 0 else 0
+
+    def pace(self, slowdown: float) -> HealingPace | None:
+        """Return how many rows to heal, and in which steps, so that steps take at most this share longer on average.
+
+        Where no row fits beside every step, a pass has so many rows that they take about as long as a step. None if
+        steps may take no longer.
+        """
+        if rows := self.rows_beside(slowdown):
+            return HealingPace(rows, 1)
+        if slowdown <= 0:
+            return None
+        rows = self.rows_like_a_step
+        return HealingPace(rows, math.ceil((self.extra_s + rows * self.row_s) / (slowdown * self.step_s)))
+
+
+class MeasuredStepCosts:
+    """The costs of a model's steps on this machine; call the object to get them.
+
+    The first call measures them, and the first call after passes or steps are recorded. Safe to call from several
+    threads.
+    """
+
+    def __init__(self, lm: LanguageModel, prefills: PrefillRunner, decodes: DecodeRunner) -> None:
+        self._lm, self._prefills, self._decodes = lm, prefills, decodes
+        self._costs: StepCosts | None = None
+        self._recorded = (False, False)
+        self._lock = threading.Lock()
+
+    def __call__(self) -> StepCosts:
+        """Return the costs."""
+        with self._lock:
+            recorded = (self._prefills.refusal is None, self._decodes.refusal is None)
+            if self._costs is None or recorded != self._recorded:
+                self._costs, self._recorded = self._measure(), recorded
+            return self._costs
+
+    @torch.inference_mode()
+    def _measure(self) -> StepCosts:
+        """Time steps alone and with two numbers of rows in the middle of the prompt."""
+        lm = self._lm
+        length = min(STEP_CONTEXT, lm.context_window.tokens)
+        few, many = STEP_ROWS.get(lm.device.type, STEP_ROWS["cpu"])
+        few, many = min(few, length // 4), min(many, length // 2)
+        buffer = lm.empty_buffer(length)
+        for tensor in (*buffer.keys, *buffer.values):
+            tensor.zero_()
+
+        def seconds(work: Callable[[], object]) -> float:
+            work()  # pays for one-time setup
+            return fastest_s(lm.device, work, SAMPLES)
+
+        step_s = seconds(lambda: self._decodes([0], [length - 1], [buffer]))
+        few_s, many_s = (seconds(partial(self._step_beside, rows, length, buffer)) for rows in (few, many))
+        row_s = max(many_s - few_s, 1e-9) / max(1, many - few)
+        return StepCosts(step_s, max(0.0, few_s - few * row_s - step_s), row_s)
+
+    def _step_beside(self, rows: int, length: int, buffer: KVBuffer) -> None:
+        start = (length - rows) // 2
+        positions = torch.tensor([*range(start, start + rows), length - 1])
+        plan = RowsPlan.of(positions, self._lm.sliding, device=self._lm.device)
+        self._prefills.forward_rows(torch.zeros_like(plan.rows), plan, buffer)
