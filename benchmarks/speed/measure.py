@@ -36,7 +36,7 @@ from qcfuse_rag.cli.capacity import measure_ceilings
 from qcfuse_rag.engine.first_passes import measure_recorded_pass
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import Prefilled, prefill
+from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
 from qcfuse_rag.fusion.report import FusionReport, Timings
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
@@ -139,7 +139,7 @@ def measure_speed(
             fill(lm, [tier.store for tier in tiers], prompt, [chosen.method for chosen in options.methods])
             result["prefill"] += _prefills(runners, tiers, prompt, options)
             method = (options.methods or (FULL_CONFIGURATION,))[0].method
-            prefilled = prefill(runner, prompt, method.unguarded, answer_tokens=STEPS)
+            prefilled = fuse_prompt(runner, prompt, method.unguarded, answer_tokens=STEPS)
             result["decode"] += decode_steps(lm, runner.decodes, prefilled, options.requests)
             del prefilled  # free its buffer before the next one is allocated
             ceilings = ceilings.or_better(measure_ceilings(lm.device, lm.dtype))
@@ -192,7 +192,7 @@ def _prefills(
             return seconds(lm, stock)
 
     def run(runner: ModelRunner, method: Method) -> FusionReport:
-        return prefill(runner, prompt, method).report
+        return fuse_prompt(runner, prompt, method).report
 
     sides: list[_Side] = []
     calls: dict[str, Callable[[], Any]] = {"stock": stock_s}
@@ -209,7 +209,7 @@ def _prefills(
         # Torch counts only the memory that it allocates itself, so this run takes no buffer from the pool.
         unpooled = copy.copy(side.runner)
         unpooled.pool = None
-        again = partial(prefill, unpooled, prompt, side.configuration.method)
+        again = partial(fuse_prompt, unpooled, prompt, side.configuration.method)
         row = _row(side, [report.timings for report in side_reports], lm, prompt, full_s, median(stock_times))
         rows.append({**row, "peak_bytes": peak_bytes(lm.device, again)})
     return rows

@@ -17,7 +17,7 @@ from qcfuse_rag.engine.opening import open_parts
 from qcfuse_rag.engine.system_prefixes import SystemPrefixes
 from qcfuse_rag.fusion.lookup import rows_if_stored
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import Prefilled, prefill_in_parts
+from qcfuse_rag.fusion.pipeline import Prefilled, fuse_in_parts
 from qcfuse_rag.fusion.prefix_cache import PrefixCache
 from qcfuse_rag.fusion.recompute import PartRows, Parts, complete
 from qcfuse_rag.fusion.report import FusionReport
@@ -256,7 +256,7 @@ class FusionEngine:
             if self.corpus.evict_removed():
                 self.prefixes.clear()
             lease = None if prefixes is None else prefixes.lease(prompt, watched.method)
-            prefilled = yield from prefill_in_parts(
+            prefilled = yield from fuse_in_parts(
                 self.runner, prompt, watched.method, answer_tokens=answer_tokens, lease=lease, part_rows=part_rows
             )
             if lease is not None:

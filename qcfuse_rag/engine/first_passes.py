@@ -7,7 +7,7 @@ from itertools import product
 from math import ceil
 
 from qcfuse_rag.fusion.lookup import plan_lookups
-from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.ingestion.primer import PRIMER
@@ -46,7 +46,7 @@ def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
         prompt = _prompt(prompts, n_passages, question_tokens)
         if len(prompt) + 2 <= runner.lm.context_window.tokens:
             method = make_method("prophetkv", ratio=ratio, base=FRAMED)
-            prefilled = prefill(runner, prompt, method, answer_tokens=2)
+            prefilled = fuse_prompt(runner, prompt, method, answer_tokens=2)
             TextStream(runner, prefilled, SamplingParams(max_new_tokens=2)).result()
 
 
@@ -61,7 +61,7 @@ def measure_recorded_pass(runner: ModelRunner, prompts: PromptBuilder) -> float 
     here = _over_a_passage(runner, prompts)
     method = make_method("prophetkv", ratio=SOME, base=FRAMED)
     share = plan_lookups(runner.lm, here.store, prompt, method).estimate.probe_share
-    return min(prefill(here, prompt, method).report.timings.ttft_s for _ in range(SAMPLES)) / (1 + share)
+    return min(fuse_prompt(here, prompt, method).report.timings.ttft_s for _ in range(SAMPLES)) / (1 + share)
 
 
 def _over_a_passage(runner: ModelRunner, prompts: PromptBuilder) -> ModelRunner:

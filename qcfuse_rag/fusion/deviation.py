@@ -100,7 +100,7 @@ class DeviationProbe:
         kept = [stored_rows(buffer, index, rows) for index in range(layer + 1)]
         watch = DeviationWatch(layer, self.measure)
         hooked_pass = HookedPass(plan, watch, buffer)
-        fused.runner.prefills.forward_hidden(fused.ids[rows], plan, buffer, depth=layer + 1, hooked_pass=hooked_pass)
+        fused.runner.prefills.hidden(fused.ids[rows], plan, buffer, depth=layer + 1, hooked_pass=hooked_pass)
         fused.row_layers += hooked_pass.row_layers
         for index, (keys, values) in enumerate(kept):
             buffer.keys[index][:, :, rows] = keys

@@ -206,7 +206,7 @@ class Healing:
         tokens = to_device(torch.tensor(ids), lm.device)
         rows = torch.tensor([*positions, last])
         plan = RowsPlan.of(rows, lm.sliding, device=lm.device, observe=self._attended.observe)
-        return self._runner.prefills.forward_rows(tokens, plan, self.buffer)
+        return self._runner.prefills.logits(tokens, plan, self.buffer)
 
     @torch.inference_mode()
     def _compute(self, answer: Sequence[int], stop: int, *, step: bool = False) -> Tensor:
@@ -225,10 +225,10 @@ class Healing:
         tokens = to_device(torch.tensor(ids), lm.device)
         plan = RowsPlan.of(torch.tensor(rows), lm.sliding, device=lm.device)
         if not kept:
-            runner.prefills.forward_hidden(tokens, plan, self.buffer, depth=lm.n_layers)
+            runner.prefills.hidden(tokens, plan, self.buffer, depth=lm.n_layers)
             logits = torch.empty(0)
         elif kept == 1:
-            logits = runner.prefills.forward_rows(tokens, plan, self.buffer)[None]
+            logits = runner.prefills.logits(tokens, plan, self.buffer)[None]
         else:
             logits = forward_logits(lm, tokens, plan, self.buffer, last=kept)
         if healed_logits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,7 @@ from qcfuse_rag.fusion.prefix_cache import PrefixLease
 from qcfuse_rag.fusion.recompute import PartRows, Parts, complete, recompute
 from qcfuse_rag.fusion.report import FusionReport, Timings, describe_misses
 from qcfuse_rag.fusion.selectors import Selection, check_selection, recomputable_chunks
-from qcfuse_rag.fusion.state import FusedPrompt
+from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -28,6 +28,7 @@ from qcfuse_rag.runtime.layer_hooks import LayerHook, NestedRows
 from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
 from qcfuse_rag.runtime.loading.source import LateMissError
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
+from qcfuse_rag.runtime.residuals import ResidualKernel, ResidualSpread
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.quantization import LOSSLESS
 
@@ -58,18 +59,18 @@ class Prefilled:
     lease: PrefixLease | None = None
 
 
-def prefill(runner: ModelRunner, prompt: Prompt, method: Method, *, answer_tokens: int = 0) -> Prefilled:
-    """Bring a prompt to its first token; see `prefill_in_parts`.
+def fuse_prompt(runner: ModelRunner, prompt: Prompt, method: Method, *, answer_tokens: int = 0) -> Prefilled:
+    """Bring a prompt to its first token; see `fuse_in_parts`.
 
     Raises:
         PromptTooLong: if prompt and answer do not fit the model's context window.
         ValueError: if the method's selector breaks its contract.
     """
-    return complete(prefill_in_parts(runner, prompt, method, answer_tokens=answer_tokens))
+    return complete(fuse_in_parts(runner, prompt, method, answer_tokens=answer_tokens))
 
 
 @torch.inference_mode()
-def prefill_in_parts(
+def fuse_in_parts(
     runner: ModelRunner,
     prompt: Prompt,
     method: Method,
@@ -249,9 +250,9 @@ class FuseAttempt:
             elif method.layer_hook is not None:
                 hook = method.layer_hook.make_hook(fused, candidates, selection, scores, budget)
         if method.residuals is not None and hook is None:
-            fused.spread_residuals(method.residuals, candidates, selection.positions)
+            fused.residuals = _residuals(fused, method.residuals, candidates, selection.positions)
         logits, recomputed = yield from recompute(fused, candidates, selection, hook, method.context, self.part_rows)
-        fused.stop_spreading()
+        fused.residuals = None
         marks.append(_Mark.now(fused))
         marks[-1].time.wait()
         total_s = time.perf_counter() - self.started
@@ -267,6 +268,16 @@ class FuseAttempt:
         report = _report(fused, method, positions, Timings(total_s - sum(stages), *stages), self.decision)
         exact_tokens = _exact_tokens(fused, positions if hook is None else [])
         return Prefilled(fused.prompt, logits, fused.await_all(), report, scores, exact_tokens, self.lease)
+
+
+def _residuals(
+    fused: FusedPrompt, kernel: ResidualKernel, candidates: Sequence[PlacedChunk], selected: Tensor
+) -> ResidualSpread | None:
+    """Return the correction of passage tokens that are not selected; None on a GPU, whose passes are recorded."""
+    if fused.lm.device.type != "cpu" or not len(selected):
+        return None
+    passages = [(placed.span.start, placed.span.stop) for placed in candidates]
+    return ResidualSpread(kernel, fused.lm.ropes, passages, selected)
 
 
 def _exact_tokens(fused: FusedPrompt, recomputed: Collection[int]) -> int:

@@ -115,7 +115,7 @@ class QuestionProbe:
 
         visible = self._visible(fused, visible_known, depth)
         plan = RowsPlan(rows, length, visible, observe, lm.sliding, asking)
-        fused.runner.prefills.forward_hidden(fused.ids[rows], plan, fused.loading_buffer, depth=depth)
+        fused.runner.prefills.hidden(fused.ids[rows], plan, fused.loading_buffer, depth=depth)
         fused.row_layers += len(asking) * depth
         if self.normalized:
             candidates = candidate_positions(recomputable_chunks(fused), lm.device)

@@ -63,7 +63,7 @@ def recompute(
     # A layer hook reads stored layers between the layers of the pass, so all of them have to be there first.
     buffer = fused.loading_buffer if hook is None else fused.await_all()
     hooked_pass = None if hook is None else HookedPass(plan, hook, buffer)
-    logits = fused.runner.prefills.forward_rows(fused.ids[plan.rows], plan, buffer, hooked_pass)
+    logits = fused.runner.prefills.logits(fused.ids[plan.rows], plan, buffer, hooked_pass)
     fused.row_layers += _row_layers(lm, plan, hooked_pass)
     if hooked_pass is not None and selection.until is None:
         selected = selected[torch.isin(selected, hooked_pass.chosen)]
@@ -83,7 +83,7 @@ def _all_but_last_part(fused: FusedPrompt, plan: RowsPlan, part_rows: PartRows) 
         yield from _let_others_run(fused, len(rows))
         count = min(part_rows(), len(rows) - 1)
         part, rows = RowsPlan.of(rows[:count], lm.sliding, device=lm.device), rows[count:]
-        fused.runner.prefills.forward_hidden(fused.ids[part.rows], part, fused.loading_buffer, depth=lm.n_layers)
+        fused.runner.prefills.hidden(fused.ids[part.rows], part, fused.loading_buffer, depth=lm.n_layers)
         fused.row_layers += _row_layers(lm, part, None)
         DeviceTimestamp.on(lm.device).wait()  # so that a cancelled request has no launched work left
     yield from _let_others_run(fused, len(rows))
@@ -114,7 +114,7 @@ def _recompute_apart(
     plan = RowsPlan.of(is_row.nonzero()[:, 0], lm.sliding, device=lm.device, visible=visible)
     buffer = fused.await_all()
     hooked_pass = None if hook is None else HookedPass(plan, hook, buffer)
-    fused.runner.prefills.forward_hidden(fused.ids[plan.rows], plan, buffer, depth=lm.n_layers, hooked_pass=hooked_pass)
+    fused.runner.prefills.hidden(fused.ids[plan.rows], plan, buffer, depth=lm.n_layers, hooked_pass=hooked_pass)
     fused.row_layers += _row_layers(lm, plan, hooked_pass)
 
 

@@ -18,7 +18,7 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, WaitInterval
 from qcfuse_rag.runtime.loading.source import LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
-from qcfuse_rag.runtime.residuals import ResidualKernel, ResidualSpread
+from qcfuse_rag.runtime.residuals import ResidualSpread
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
@@ -53,13 +53,13 @@ class FusedPrompt:
         runner: the model and the store.
         prompt: the prompt.
         ids: `[T]` int64 token ids on the model's device.
-        loading_buffer: rotated keys and values, meaningful where `known`; a pass over it waits at each layer for the
-            stored chunks of that layer. See `await_all`.
+        buffer: rotated keys and values, meaningful where `known` once they are loaded; see `loading_buffer`.
         known: `[T]` bool on the CPU, positions that hold stored keys and values.
         placed: the placed chunks, the system prefix included.
         lookups: the outcome of every segment that could have been stored.
         row_layers: rows computed so far, summed over the layers each was computed in.
         loader: brings the chunks into the buffer; None if nothing is to be loaded.
+        residuals: corrects passage tokens that are not recomputed, in all passes; None for no correction.
         prefix_tokens: leading positions that an earlier request has computed; see `fusion.prefix_cache`.
         prefix_exact: how many of these are full prefill's.
         others_s: seconds that other requests ran between parts of the prefill.
@@ -68,12 +68,13 @@ class FusedPrompt:
     runner: ModelRunner
     prompt: Prompt
     ids: Tensor
-    loading_buffer: KVBuffer
+    buffer: KVBuffer
     known: Tensor
     placed: list[PlacedChunk] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
     row_layers: int = 0
     loader: LayerLoader | None = None
+    residuals: ResidualSpread | None = None
     prefix_tokens: int = 0
     prefix_exact: int = 0
     others_s: float = 0.0
@@ -107,15 +108,20 @@ class FusedPrompt:
         if not pending:
             return
         self.loader = LayerLoader(
-            self.loading_buffer,
+            self.buffer,
             self.lm.ropes,
             pending,
             transfer=self.runner.transfers.open(),
             wait_budget=wait_budget or WaitBudget(None),
         )
-        self.loading_buffer = replace(self.loading_buffer, wait_for_layer=self.loader.wait)
+        self.buffer = replace(self.buffer, wait_for_layer=self.loader.wait)
         if not self.runner.overlap:
             self.loader.wait()
+
+    @property
+    def loading_buffer(self) -> KVBuffer:
+        """The buffer for a pass that waits at each layer for the stored chunks of that layer."""
+        return self.buffer if self.residuals is None else replace(self.buffer, residuals=self.residuals)
 
     def await_all(self) -> KVBuffer:
         """Wait until every stored layer is in its place; return the buffer.
@@ -125,27 +131,7 @@ class FusedPrompt:
         """
         if self.loader is not None:
             self.loader.wait()
-        return replace(self.loading_buffer, wait_for_layer=None)
-
-    def spread_residuals(self, kernel: ResidualKernel, candidates: Sequence[PlacedChunk], selected: Tensor) -> None:
-        """Correct passage tokens that are not recomputed, by estimated residuals, in all passes until `stop_spreading`.
-
-        Only on a CPU: on a GPU, recorded passes write to the buffer by themselves.
-
-        Args:
-            kernel: estimates residuals.
-            candidates: placed chunks that are not exact.
-            selected: `[S]` int64 ascending, their tokens that are recomputed.
-        """
-        if self.lm.device.type != "cpu" or not len(selected):
-            return
-        passages = [(placed.span.start, placed.span.stop) for placed in candidates]
-        spread = ResidualSpread(kernel, self.lm.ropes, passages, selected)
-        self.loading_buffer = replace(self.loading_buffer, residuals=spread)
-
-    def stop_spreading(self) -> None:
-        """Correct no more tokens by estimated residuals."""
-        self.loading_buffer = replace(self.loading_buffer, residuals=None)
+        return replace(self.buffer, wait_for_layer=None, residuals=self.residuals)
 
     def stop(self) -> None:
         """Stop loading."""

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 import qcfuse_rag
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.models.kept_result import KeptResult
@@ -94,9 +94,9 @@ def measure_exactness(lm: LanguageModel) -> ExactnessCheck:
     store = MemoryStore()
     WarmJob(PrefillTarget(lm, store, prompt.prefix_ids), parts[1:3], bases=(BLIND,)).run()
     runner = ModelRunner(lm, store, overlap=False)
-    full = prefill(runner, prompt, Method("full", base=None))
+    full = fuse_prompt(runner, prompt, Method("full", base=None))
     step = forward_step(lm, [prompt.ids[-1]], [len(prompt) - 1], [full.buffer])[0]
-    fused_reuse = prefill(runner, prompt, Method("reuse", base=BLIND)).logits
+    fused_reuse = fuse_prompt(runner, prompt, Method("reuse", base=BLIND)).logits
     with stock_attention(lm):
         plain = lm.model(input_ids=torch.tensor([prompt.ids], device=lm.device)).logits[0, -1].float()
         naive = naive_concatenation(lm, [torch.tensor(ids, device=lm.device) for ids in parts])[-1]

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from qcfuse_rag.background_thread import BackgroundThread
 from qcfuse_rag.fusion.budgets import FixedRatio, Ratio
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import Prefilled, prefill
+from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
 from qcfuse_rag.prompts.segments import Prompt
@@ -249,12 +249,12 @@ class Shadow:
         """
         runner, prompt = self._runner, queued.prompt
         tokens = min(self.settings.answer_tokens, runner.lm.context_window.tokens - len(prompt) + 1)
-        full = prefill(runner, prompt, Method("full", base=None), answer_tokens=tokens - 1)
+        full = fuse_prompt(runner, prompt, Method("full", base=None), answer_tokens=tokens - 1)
         self._in_flight.wait_idle(1.0)
         ids, logits = greedy_answer(runner, full, tokens)
         del full
         self._in_flight.wait_idle(1.0)
-        fused = prefill(runner, prompt, queued.method.unguarded, answer_tokens=tokens - 1)
+        fused = fuse_prompt(runner, prompt, queued.method.unguarded, answer_tokens=tokens - 1)
         return compare_answers(logits, answer_logits(runner, fused, ids)) if _is_fused(fused) else None
 
     def _record(self, compared: AnswerDivergence | None, ratio: float) -> None:

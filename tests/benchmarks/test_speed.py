@@ -31,7 +31,7 @@ from benchmarks.speed.tables import terminal_tables
 from benchmarks.speed.tiers import ThrottledStore
 from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError, make_method
 from qcfuse_rag.errors import PromptTooLong
-from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.models.weights.formats import HeldFormat, round_weights
 from qcfuse_rag.runtime.cost import Costs, LoadTimes
 from qcfuse_rag.runtime.decode_step import forward_step
@@ -223,7 +223,7 @@ def test_methods_run_with_their_guard(
 
 def test_transformers_own_steps_go_on_from_the_same_keys(tiny: LanguageModel) -> None:
     prompt = random_prompt(tiny, 100, 64, torch.Generator().manual_seed(0))
-    done = prefill(ModelRunner(tiny, MemoryStore(1)), prompt, make_method("full"), answer_tokens=STEPS)
+    done = fuse_prompt(ModelRunner(tiny, MemoryStore(1)), prompt, make_method("full"), answer_tokens=STEPS)
     stock = dict(stock_steps(tiny, done.buffer, len(prompt), token=7))
     assert set(stock) == {"dynamic", "static"}
     for position in range(len(prompt), len(prompt) + STEPS):

@@ -17,7 +17,7 @@ from qcfuse_rag.errors import StoreError
 from qcfuse_rag.fusion.guard import BreakEven
 from qcfuse_rag.fusion.lookup import look_up, plan_lookups
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.cost import Costs, PrefillEstimate, measure_loading
 from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
@@ -85,7 +85,7 @@ def test_the_rows_of_a_probe_are_predicted_with_the_history_in_front_of_the_pass
 def test_a_refused_prompt_is_computed_in_full_and_says_why(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(FRAMED,))
     prompt, method = engine.prompt(QUESTION, PASSAGES), guarded(ratio=1.0)
-    done = prefill(loading_first(engine.lm, engine.store, costs=lambda: replace(FAST, load_s=0.1)), prompt, method)
+    done = fuse_prompt(loading_first(engine.lm, engine.store, costs=lambda: replace(FAST, load_s=0.1)), prompt, method)
     exact = engine.prefill(prompt, method=make_method("full"))
     assert torch.allclose(done.logits, exact.logits, atol=1e-4)
     assert done.report.method == "qcfuse"
@@ -98,7 +98,7 @@ def test_a_prompt_without_any_stored_passage_says_that_and_is_not_the_guards(eng
     """Its system prefix is stored wherever anything was ever warmed, and saves next to nothing."""
     engine.warm(PASSAGES[:1], bases=(FRAMED,))
     dear = replace(FAST, load_s=0.1)
-    report = prefill(
+    report = fuse_prompt(
         loading_first(engine.lm, engine.store, costs=lambda: dear), engine.prompt(QUESTION, PASSAGES[1:]), guarded()
     ).report
     assert report.fallback == "2 of 2 passages computed in full: absent"
@@ -108,7 +108,7 @@ def test_a_prompt_without_any_stored_passage_says_that_and_is_not_the_guards(eng
 def test_a_guards_reason_names_what_was_absent_besides(engine: FusionEngine) -> None:
     engine.warm(PASSAGES[:1], bases=(FRAMED,))
     dear = replace(FAST, load_s=0.1)
-    report = prefill(
+    report = fuse_prompt(
         loading_first(engine.lm, engine.store, costs=lambda: dear), engine.prompt(QUESTION, PASSAGES), guarded()
     ).report
     assert str(report.fallback).startswith("computed in full, ")
@@ -119,7 +119,7 @@ def test_nothing_is_measured_for_a_prompt_of_which_nothing_is_stored(engine: Fus
     asked = []
     runner = loading_first(engine.lm, MemoryStore(), costs=lambda: asked.append(None) or FAST)
     prompt = engine.prompt(QUESTION, PASSAGES)
-    assert prefill(runner, prompt, guarded()).report.rows == len(prompt)
+    assert fuse_prompt(runner, prompt, guarded()).report.rows == len(prompt)
     assert not asked
 
 
@@ -129,7 +129,7 @@ def test_an_error_while_costs_are_measured_costs_the_guard_alone(engine: FusionE
 
     engine.warm(PASSAGES, bases=(FRAMED,))
     runner, prompt = loading_first(engine.lm, engine.store, costs=fail), engine.prompt(QUESTION, PASSAGES)
-    report = prefill(runner, prompt, guarded()).report
+    report = fuse_prompt(runner, prompt, guarded()).report
     assert (report.base, report.fallback) == ("framed", None)
 
 
@@ -150,12 +150,12 @@ def test_reports_name_the_prediction_for_what_was_done(engine: FusionEngine) -> 
     prompt, never = engine.prompt(QUESTION, PASSAGES), BreakEven(margin=1e-9)
     ahead = plan_lookups(engine.lm, engine.store, prompt, guarded()).estimate
     runner = loading_first(engine.lm, engine.store, costs=lambda: FAST)
-    fused = prefill(runner, prompt, replace(guarded(), guard=BreakEven(margin=1e9))).report
+    fused = fuse_prompt(runner, prompt, replace(guarded(), guard=BreakEven(margin=1e9))).report
     assert fused.predicted_s == FAST.fused_s(ahead)
-    full = prefill(runner, prompt, replace(guarded(), guard=never)).report
+    full = fuse_prompt(runner, prompt, replace(guarded(), guard=never)).report
     assert full.predicted_s == FAST.full_pass_s(len(prompt))
     assert full.to_dict()["predicted_s"] == full.predicted_s
-    assert prefill(runner, prompt, replace(guarded(), guard=None)).report.predicted_s is None
+    assert fuse_prompt(runner, prompt, replace(guarded(), guard=None)).report.predicted_s is None
 
 
 def test_passages_on_disk_are_copied_to_memory_where_fusing_pays_only_from_there(
@@ -168,17 +168,17 @@ def test_passages_on_disk_are_copied_to_memory_where_fusing_pays_only_from_there
         with TieredStore(MemoryStore(), DiskStore(tmp_path)) as store:
             engine = make_engine(llama, store)
             runner, prompt = loading_first(llama, store, costs=lambda: costs), engine.prompt(QUESTION, PASSAGES)
-            first = prefill(runner, prompt, guarded()).report
+            first = fuse_prompt(runner, prompt, guarded()).report
             assert "are being copied there" in str(first.fallback)
             assert first.rows == len(prompt)
             deadline = time.monotonic() + 30
             while plan_lookups(llama, store, prompt, guarded()).far_keys and time.monotonic() < deadline:
                 time.sleep(0.01)
-            second = prefill(runner, prompt, guarded()).report
+            second = fuse_prompt(runner, prompt, guarded()).report
             assert second.fallback is None
             assert second.rows < len(prompt)
             slow = loading_first(llama, store, costs=lambda: replace(costs, near_load_s=1.0))
-            assert "copied" not in str(prefill(slow, prompt, guarded()).report.fallback)
+            assert "copied" not in str(fuse_prompt(slow, prompt, guarded()).report.fallback)
 
 
 def test_passages_that_do_not_fit_in_memory_are_not_copied_there(llama: LanguageModel, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_passages_that_do_not_fit_in_memory_are_not_copied_there(llama: Language
         make_engine(llama, disk).warm(PASSAGES, bases=(FRAMED,))
         engine = make_engine(llama, store)
         runner = loading_first(llama, store, costs=lambda: costs)
-        report = prefill(runner, engine.prompt(QUESTION, PASSAGES), guarded()).report
+        report = fuse_prompt(runner, engine.prompt(QUESTION, PASSAGES), guarded()).report
         assert str(report.fallback).startswith("computed in full")
         assert "copied" not in str(report.fallback)
 
@@ -203,7 +203,7 @@ def test_a_store_that_cannot_copy_fails_no_request(llama: LanguageModel, tmp_pat
         make_engine(llama, disk).warm(PASSAGES, bases=(FRAMED,))
         engine = make_engine(llama, store)
         runner = loading_first(llama, store, costs=lambda: costs)
-        report = prefill(runner, engine.prompt(QUESTION, PASSAGES), guarded()).report
+        report = fuse_prompt(runner, engine.prompt(QUESTION, PASSAGES), guarded()).report
         assert report.rows == report.prompt_tokens
         assert "copied" not in str(report.fallback)
 

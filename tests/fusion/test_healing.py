@@ -179,7 +179,7 @@ def _step(engine: FusionEngine, prefilled: Prefilled, attended: AttendedTokens, 
     rows = torch.tensor([0, len(prefilled.prompt) + len(answer) - 1])
     plan = RowsPlan.of(rows, engine.lm.sliding, observe=attended.observe)
     ids = torch.tensor([prefilled.prompt.ids[0], answer[-1]])
-    engine.runner.prefills.forward_rows(ids, plan, prefilled.buffer)
+    engine.runner.prefills.logits(ids, plan, prefilled.buffer)
 
 
 class TestVerified:

@@ -37,7 +37,7 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.first_passes import measure_recorded_pass
 from qcfuse_rag.fusion.guard import BreakEven
 from qcfuse_rag.fusion.lookup import plan_lookups
-from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.runtime.attention.dense import chosen_backends
@@ -200,7 +200,7 @@ def loading(check: Check) -> dict[str, Any]:
             fill(lm, [tier.store for tier in tiers], prompt, [method])
         full = make_method("full")
         full_s = {
-            len(prompt): min(prefill(check.runner, prompt, full).report.timings.ttft_s for _ in range(2))
+            len(prompt): min(fuse_prompt(check.runner, prompt, full).report.timings.ttft_s for _ in range(2))
             for prompt in prompts
         }
         for tier in tiers:
@@ -211,8 +211,8 @@ def loading(check: Check) -> dict[str, Any]:
             found[name] = {"bytes of the model's dtype a second": rate, "costs": asdict(costs)}
             for prompt in prompts:
                 estimate = plan_lookups(lm, tier.store, prompt, method).estimate
-                prefill(here, prompt, method.unguarded)  # a first pass compiles
-                taken = median(prefill(here, prompt, method.unguarded).report.timings.ttft_s for _ in range(3))
+                fuse_prompt(here, prompt, method.unguarded)  # a first pass compiles
+                taken = median(fuse_prompt(here, prompt, method.unguarded).report.timings.ttft_s for _ in range(3))
                 found[name][f"{len(prompt):,} tokens"] = {
                     "full, predicted s": costs.full_pass_s(len(prompt)),
                     "full, s": full_s[len(prompt)],
@@ -236,12 +236,12 @@ def prefetching(check: Check) -> dict[str, Any]:
             costs = asdict(runner.costs())
             while not answers or (answers[-1]["reason"] and time.perf_counter() - began < PREFETCH_LIMIT_S):
                 asked_s = time.perf_counter() - began
-                report = prefill(runner, prompt, method).report
+                report = fuse_prompt(runner, prompt, method).report
                 predicted_s, taken_s = report.predicted_s, report.timings.ttft_s
                 answers.append(
                     {"asked, s": asked_s, "reason": report.fallback, "predicted, s": predicted_s, "took, s": taken_s}
                 )
-            answers.append({"once more, s": prefill(runner, prompt, method).report.timings.ttft_s})
+            answers.append({"once more, s": fuse_prompt(runner, prompt, method).report.timings.ttft_s})
     return {"costs": costs, "first answers": answers[:2], "last answers": answers[-2:], "answers": len(answers)}
 
 
@@ -277,9 +277,9 @@ def profile(check: Check) -> dict[str, Any]:
     fill(lm, [store], prompt, [method])
     runner = check.runner.with_store(store)
     for _ in range(2):
-        prefill(runner, prompt, method.unguarded)
+        fuse_prompt(runner, prompt, method.unguarded)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        report = prefill(runner, prompt, method.unguarded).report
+        report = fuse_prompt(runner, prompt, method.unguarded).report
     profiled.export_chrome_trace(str(check.folder / "prefill.trace.json.gz"))
     table = profiled.key_averages().table(sort_by="device_time_total", row_limit=25)
     (check.folder / "profile.txt").write_text(table)

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
-from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
@@ -123,7 +123,7 @@ def test_loading_beside_a_pass_gives_what_loading_first_gives(
     engine = make_engine(lm, store)
     engine.warm(PASSAGES, bases=(FRAMED,))
     prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("prophetkv", ratio=0.3, base=FRAMED)
-    first = prefill(loading_first(lm, store), prompt, method)
+    first = fuse_prompt(loading_first(lm, store), prompt, method)
     for _ in range(20):  # a transfer that is not waited for shows now and then
         during = engine.prefill(prompt, method=method)
         assert torch.equal(first.logits, during.logits)

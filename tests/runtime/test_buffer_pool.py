@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qcfuse_rag import FusionEngine, make_method
-from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.models.rope import KVShape
 from qcfuse_rag.runtime.buffer import POOL_ALIGNMENT, BufferPool, KVBuffer
 from qcfuse_rag.runtime.runner import ModelRunner
@@ -138,14 +138,14 @@ def test_answers_in_reused_memory_are_identical(name: str, engine: FusionEngine)
     engine.warm(PASSAGES, bases=(FRAMED,))
     prompt, runner = engine.prompt(QUESTION, PASSAGES), ModelRunner(engine.lm, engine.store)
     method = make_method(name) if name == "full" else make_method(name, ratio=0.3, base=FRAMED)
-    expected = prefill(loading_first(engine.lm, engine.store), prompt, method).logits
-    before = prefill(runner, prompt, method)
+    expected = fuse_prompt(loading_first(engine.lm, engine.store), prompt, method).logits
+    before = fuse_prompt(runner, prompt, method)
     address = before.buffer.keys[0].data_ptr()
     with torch.inference_mode():
         for tensor in (*before.buffer.keys, *before.buffer.values):
             tensor.fill_(torch.nan)
     del before, tensor
-    after = prefill(runner, prompt, method)
+    after = fuse_prompt(runner, prompt, method)
     assert after.buffer.keys[0].data_ptr() == address
     assert torch.equal(after.logits, expected)
 

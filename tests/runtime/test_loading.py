@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, make_method
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.fusion.selectors import Selection, TopTokens
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.loading.host_to_device import PinnedRing
@@ -97,8 +97,8 @@ def test_loading_while_computing_gives_what_loading_first_gives(llama: LanguageM
         engine = FusionEngine(llama, store, method=method)
         engine.warm(PASSAGES)
         prompt = engine.prompt(QUESTION, PASSAGES)
-        first = prefill(loading_first(llama, store), prompt, method)
-        during = prefill(ModelRunner(llama, store), prompt, method)
+        first = fuse_prompt(loading_first(llama, store), prompt, method)
+        during = fuse_prompt(ModelRunner(llama, store), prompt, method)
     assert torch.equal(first.logits, during.logits)
     assert first.report.selected == during.report.selected
     assert first.report.lookups == during.report.lookups
@@ -113,7 +113,7 @@ def test_every_family_fuses_while_loading(family: LanguageModel) -> None:
     engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES)
     prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("qcfuse", ratio=0.3, base=FRAMED)
-    first = prefill(loading_first(family, engine.store), prompt, method)
+    first = fuse_prompt(loading_first(family, engine.store), prompt, method)
     assert torch.equal(first.logits, engine.prefill(prompt, method=method).logits)
 
 
@@ -128,7 +128,7 @@ def test_a_probe_that_ends_early_does_not_wait_for_later_layers(engine: FusionEn
 
     prompt = engine.prompt(QUESTION, PASSAGES)
     method = replace(make_method("auto", ratio=0.3, guard=False, layers="third_quarter"), selector=SignallingSelector())
-    expected = prefill(loading_first(engine.lm, store), prompt, method)
+    expected = fuse_prompt(loading_first(engine.lm, store), prompt, method)
     chosen.clear()
     last = f"key.{engine.lm.n_layers - 1}"
     store.before = lambda name: came_first.append(chosen.wait(10)) if name == last else None
@@ -149,7 +149,7 @@ def test_the_last_layers_are_read_while_the_first_are_computed(engine: FusionEng
             came_first.append(computed.wait(10))
 
     prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("reuse", base=FRAMED)
-    expected = prefill(loading_first(engine.lm, store), prompt, method).logits
+    expected = fuse_prompt(loading_first(engine.lm, store), prompt, method).logits
     store.before = before
     hook = engine.lm.model.get_decoder().layers[0].register_forward_hook(lambda *_: computed.set())
     try:
@@ -191,7 +191,7 @@ def test_a_chunk_found_damaged_late_is_computed_reported_and_discarded(
     assert FRAMED.key(engine.lm.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids) not in store
     store.before = None
     assert torch.equal(
-        done.logits, prefill(loading_first(engine.lm, store), prompt, make_method(method, base=FRAMED)).logits
+        done.logits, fuse_prompt(loading_first(engine.lm, store), prompt, make_method(method, base=FRAMED)).logits
     )
 
 
@@ -394,5 +394,5 @@ def test_methods_with_a_layer_hook_give_the_same_answers(engine: FusionEngine) -
     methods: list[Method] = [make_method(name, base=FRAMED) for name in ("relaycaching", "cacheblend")]
     prompt = engine.prompt(QUESTION, PASSAGES)
     for method in methods:
-        first = prefill(loading_first(engine.lm, engine.store), prompt, method)
+        first = fuse_prompt(loading_first(engine.lm, engine.store), prompt, method)
         assert torch.equal(first.logits, engine.prefill(prompt, method=method).logits)

@@ -98,7 +98,7 @@ verified_answers = _seam(
     "qcfuse_rag.verification.references.greedy_answers", "qcfuse_rag.verification.divergence.greedy_answers"
 )
 checked_segment_tokens = _seam("qcfuse_rag.verification.exactness._segment_tokens")
-shadow_prefill = _seam("qcfuse_rag.verification.watch.prefill")
+shadow_prefill = _seam("qcfuse_rag.verification.watch.fuse_prompt")
 spare_connections = _seam("qcfuse_rag.server.http_server.SPARE_CONNECTIONS")
 counted_bytes = _seam("qcfuse_rag.server.protocol.json_body.PIECE_BYTES")
 demo_corpus = _seam("qcfuse_rag.cli.demo.command.corpus")

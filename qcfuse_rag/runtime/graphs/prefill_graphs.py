@@ -83,9 +83,7 @@ class PrefillRunner:
         return max(self._graphs, default=0)
 
     @torch.inference_mode()
-    def forward_rows(
-        self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, hooked_pass: HookedPass | None = None
-    ) -> Tensor:
+    def logits(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, hooked_pass: HookedPass | None = None) -> Tensor:
         """Compute rows through all layers; see `runtime.forward.forward_rows`. A hooked pass is never replayed."""
         logits = None
         if hooked_pass is None:
@@ -93,7 +91,7 @@ class PrefillRunner:
         return forward_rows(self._lm, ids, plan, buffer, hooked_pass) if logits is None else record_stream(logits)
 
     @torch.inference_mode()
-    def forward_hidden(
+    def hidden(
         self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int, hooked_pass: HookedPass | None = None
     ) -> None:
         """Compute rows through some layers; see `runtime.forward.forward_hidden`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
-from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.cost import MeasuredCosts
 from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
@@ -88,7 +88,7 @@ def test_a_recorded_pass_is_the_pass(family: str, tokenizer: PreTrainedTokenizer
         ids, at, before = torch.arange(7, 7 + len(rows), device=DEVICE), on_device(*rows), recorder.replayed
         launch_buffer, replay_buffer = two_buffers(lm, rows[-1] + 5)
         plan = RowsPlan.of(at, lm.sliding)
-        expected, result = forward_rows(lm, ids, plan, launch_buffer), passes.forward_rows(ids, plan, replay_buffer)
+        expected, result = forward_rows(lm, ids, plan, launch_buffer), passes.logits(ids, plan, replay_buffer)
         assert recorder.replayed == before + lm.n_layers
         assert torch.allclose(result, expected, **CLOSE)
         assert agree(replay_buffer, launch_buffer)
@@ -103,7 +103,7 @@ def test_a_probe_observes_the_same_in_a_recorded_pass(family: str, tokenizer: Pr
     before, depth = recorder.replayed, lm.n_layers - 1
     launch_buffer, replay_buffer = two_buffers(lm, 60)
     seen: list[list[tuple[object, ...]]] = []
-    for compute, buffer in ((passes.forward_hidden, replay_buffer), (None, launch_buffer)):
+    for compute, buffer in ((passes.hidden, replay_buffer), (None, launch_buffer)):
         seen.append([])
 
         def observe(layer: int, query: Tensor, key: Tensor, *settings: object) -> None:
@@ -149,7 +149,7 @@ def test_answers_are_the_same_with_recorded_passes(
     engine, recorder = recorded
     prompt = engine.prompt(QUESTION, PASSAGES[:2])
     chosen = make_method(method) if method == "full" else make_method(method, ratio=0.2, base=FRAMED)
-    expected, before = prefill(loading_first(engine.lm, engine.store), prompt, chosen), recorder.replayed
+    expected, before = fuse_prompt(loading_first(engine.lm, engine.store), prompt, chosen), recorder.replayed
     result = engine.prefill(prompt, method=chosen)
     assert (recorder.replayed > before) == (method != "full")
     assert result.report.selected == expected.report.selected
@@ -185,7 +185,7 @@ def test_each_layer_waits_for_its_stored_data(tokenizer: PreTrainedTokenizerFast
             target[layer].copy_(source[layer])
 
     plan, ids = RowsPlan.of(on_device(10, 11, 29), lm.sliding), on_device(1, 2, 3)
-    result = passes.forward_rows(ids, plan, replace(replay_buffer, wait_for_layer=wait_for_layer))
+    result = passes.logits(ids, plan, replace(replay_buffer, wait_for_layer=wait_for_layer))
     assert arrived == list(range(lm.n_layers))
     assert torch.allclose(result, forward_rows(lm, ids, plan, launch_buffer), **CLOSE)
     assert agree(replay_buffer, launch_buffer)
@@ -206,7 +206,7 @@ def test_a_chunk_found_damaged_in_a_recorded_pass_is_computed(
     result = engine.prefill(prompt, method=method)
     assert recorder.replayed > before
     assert [lookup.hit for lookup in result.report.lookups] == [True, True, False]
-    expected = prefill(loading_first(engine.lm, engine.store), prompt, method)
+    expected = fuse_prompt(loading_first(engine.lm, engine.store), prompt, method)
     assert result.report.lookups == expected.report.lookups
     assert torch.allclose(result.logits, expected.logits, **CLOSE)
 
@@ -228,14 +228,12 @@ def test_while_one_pass_runs_recorded_layers_others_are_launched(tokenizer: PreT
             assert goes_on.wait(60)
 
     first = threading.Thread(
-        target=lambda: result.append(passes.forward_rows(ids, plan, replace(slow, wait_for_layer=wait_for_layer)))
+        target=lambda: result.append(passes.logits(ids, plan, replace(slow, wait_for_layer=wait_for_layer)))
     )
     first.start()
     assert waits.wait(60)
     before = recorder.replayed
-    assert torch.allclose(
-        passes.forward_rows(ids, plan, replay_buffer), forward_rows(lm, ids, plan, launch_buffer), **CLOSE
-    )
+    assert torch.allclose(passes.logits(ids, plan, replay_buffer), forward_rows(lm, ids, plan, launch_buffer), **CLOSE)
     assert recorder.replayed == before
     goes_on.set()
     first.join(60)
@@ -261,7 +259,7 @@ def test_passes_that_fit_no_recording_are_launched(tokenizer: PreTrainedTokenize
                 target.copy_(source)
             replay_buffer = KVBuffer(tuple(keys), replay_buffer.values)
         plan = RowsPlan(rows, int(rows[-1]) + 1, windows=lm.sliding, **options)  # type: ignore[arg-type]
-        result, expected = passes.forward_rows(rows, plan, replay_buffer), forward_rows(lm, rows, plan, launch_buffer)
+        result, expected = passes.logits(rows, plan, replay_buffer), forward_rows(lm, rows, plan, launch_buffer)
         assert torch.allclose(result, expected, **CLOSE), name
         assert recorder.replayed == before, name
 
@@ -291,7 +289,7 @@ def test_a_model_that_gives_its_layers_other_inputs_is_launched(
         return (*result, result[0]) if len(made) == 1 else None
 
     with rotary.register_forward_hook(doubled):  # type: ignore[union-attr]
-        result = passes.forward_rows(ids, plan, replay_buffer)
+        result = passes.logits(ids, plan, replay_buffer)
     assert len(made) == 2
     assert recorder.replayed == before
     assert torch.allclose(result, expected, **CLOSE)
@@ -337,7 +335,7 @@ def test_without_memory_for_many_rows_fewer_are_recorded(
         launch_buffer, replay_buffer = two_buffers(lm, 9)
         plan = RowsPlan.of(rows, lm.sliding)
         assert torch.allclose(
-            passes.forward_rows(rows, plan, replay_buffer), forward_rows(lm, rows, plan, launch_buffer), **CLOSE
+            passes.logits(rows, plan, replay_buffer), forward_rows(lm, rows, plan, launch_buffer), **CLOSE
         )
         assert passes.replayed == compared + replayed
         compared = passes.replayed
@@ -388,7 +386,7 @@ def test_passes_that_cannot_be_recorded_are_launched_and_the_reason_is_logged(
     assert reason in caplog.text
     launch_buffer, replay_buffer = two_buffers(lm, 9)
     plan, ids = RowsPlan.of(on_device(2, 8), lm.sliding), on_device(1, 2)
-    assert torch.equal(passes.forward_rows(ids, plan, replay_buffer), forward_rows(lm, ids, plan, launch_buffer))
+    assert torch.equal(passes.logits(ids, plan, replay_buffer), forward_rows(lm, ids, plan, launch_buffer))
 
 
 def test_without_kernels_nothing_is_recorded(
@@ -423,8 +421,8 @@ def test_views_of_the_model_are_made_once(tokenizer: PreTrainedTokenizerFast, mo
     plan, ids = RowsPlan.of(on_device(3, 19), lm.sliding), on_device(5, 6)
     before = passes.replayed
     for _ in range(3):
-        passes.forward_rows(ids, plan, buffer)
-        passes.forward_hidden(ids, plan, buffer, depth=1)
+        passes.logits(ids, plan, buffer)
+        passes.hidden(ids, plan, buffer, depth=1)
     assert passes.replayed == before + 6
     assert made == [0]  # only for the first layer, by the first pass that ends after it
 
