@@ -42,7 +42,7 @@ from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
+from qcfuse_rag.runtime.graphs.runners import DecodeRunner
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner

@@ -29,8 +29,7 @@ from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.kernels.table_attention import table_attention
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.reference_attention import plain_attention_weights
-from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
-from qcfuse_rag.runtime.step_plan import StepPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan, StepPlan
 from qcfuse_rag.store.quantization import LOSSLESS, quantize
 
 QUESTION_ROWS, CHUNK, REQUESTS = 32, 512, (1, 8)

@@ -25,8 +25,7 @@ from qcfuse_rag.runtime.attention.dense import dense_attention_name
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import fastest_s, timed
 from qcfuse_rag.runtime.forward import forward_rows
-from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
-from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
+from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferOpener
@@ -487,4 +486,4 @@ class MeasuredStepCosts:
         start = (length - rows) // 2
         positions = torch.tensor([*range(start, start + rows), length - 1])
         plan = RowsPlan.of(positions, self._lm.sliding, device=self._lm.device)
-        self._prefills.forward_rows(torch.zeros_like(plan.rows), plan, buffer)
+        self._prefills.logits(torch.zeros_like(plan.rows), plan, buffer)

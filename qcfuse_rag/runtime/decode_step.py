@@ -16,9 +16,8 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import to_device
 from qcfuse_rag.runtime.forward import planned_inputs
 from qcfuse_rag.runtime.kernels.support import kernels_available
-from qcfuse_rag.runtime.kv_table import KVTable
-from qcfuse_rag.runtime.step_plan import StepPlan
-from qcfuse_rag.runtime.table_plan import TablePlan
+from qcfuse_rag.runtime.kv_table import KVTable, TablePlan
+from qcfuse_rag.runtime.rows import StepPlan
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.language_model import LanguageModel

@@ -14,9 +14,9 @@ from qcfuse_rag.runtime.model_views import decoder_view, model_view
 from qcfuse_rag.runtime.rows import RowsPlan
 
 if TYPE_CHECKING:
+    from qcfuse_rag.runtime.kv_table import TablePlan
     from qcfuse_rag.runtime.language_model import LanguageModel
-    from qcfuse_rag.runtime.step_plan import StepPlan
-    from qcfuse_rag.runtime.table_plan import TablePlan
+    from qcfuse_rag.runtime.rows import StepPlan
 
 
 @torch.inference_mode()

@@ -10,8 +10,7 @@ import torch
 
 from qcfuse_rag.runtime.buffer import SPARE_BYTES, BufferPool, KVBuffer
 from qcfuse_rag.runtime.cost import MeasuredCosts, MeasuredStepCosts
-from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
-from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
+from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.host_to_device import TransferOpener

@@ -34,7 +34,7 @@ from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.fusion.recompute import Parts
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.forward import forward_rows
-from qcfuse_rag.runtime.graphs import decode_graphs as step_graph
+from qcfuse_rag.runtime.graphs import runners as step_graph
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.cases import cases

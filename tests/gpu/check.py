@@ -43,8 +43,7 @@ from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.runtime.attention.dense import chosen_backends
 from qcfuse_rag.runtime.cost import Costs
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
-from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
-from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
+from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernel_errors
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.disk import DiskStore

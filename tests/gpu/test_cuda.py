@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.runtime.decode_step import forward_step
-from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
+from qcfuse_rag.runtime.graphs.recorder import GraphRecorder
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from qcfuse_rag.verification.exactness import check_exact
 from tests.support.engines import make_engine
@@ -99,7 +99,7 @@ def test_fused_passes_are_recorded_for_every_family(
 
 
 def test_what_waits_for_the_device_is_not_recorded_and_does_no_harm() -> None:
-    recorder, current = CudaRecorder(torch.device("cuda")), torch.cuda.current_stream()
+    recorder, current = GraphRecorder(torch.device("cuda")), torch.cuda.current_stream()
     held = torch.ones(4, device="cuda")
     with pytest.raises(RuntimeError, match="synchroniz"):
         recorder.record(lambda: held * held.sum().item())

@@ -13,8 +13,7 @@ from torch import Tensor
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.runtime.fused_layers.few_row_products import FewRowProduct
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view, fused_view_first
-from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
-from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
+from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from tests.support import seams
 from tests.support.recorders import AgainAndAgain
 from tests.support.rounding_kernels import compute_kernels_in_torch

@@ -18,7 +18,7 @@ from qcfuse_rag.engine.first_passes import run_first_passes
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.cost import Costs, LoadTimes
-from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
+from qcfuse_rag.runtime.graphs.recorder import GraphRecorder
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
 from qcfuse_rag.runtime.loading.source import LoadingChunk
@@ -145,13 +145,13 @@ def test_recorders_do_not_share_a_stream(device: Device, monkeypatch: pytest.Mon
     """Torch hands out 32 in turn; freeing the graphs of one would free what those of the other multiply in."""
     streams = itertools.cycle([device.new_stream(), device.new_stream()])
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: next(streams))
-    first, second = CudaRecorder(torch.device("cuda", 0)), CudaRecorder(torch.device("cuda", 0))
+    first, second = GraphRecorder(torch.device("cuda", 0)), GraphRecorder(torch.device("cuda", 0))
     used = {recorder._stream.cuda_stream for recorder in (first, second)}
     assert len(used) == 2
     with pytest.raises(RuntimeError, match="streams of cuda:0 are used by recorded graphs"):
-        CudaRecorder(torch.device("cuda", 0))
+        GraphRecorder(torch.device("cuda", 0))
     del second
-    third = CudaRecorder(torch.device("cuda", 0))
+    third = GraphRecorder(torch.device("cuda", 0))
     assert {recorder._stream.cuda_stream for recorder in (first, third)} == used
 
 

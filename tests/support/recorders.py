@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
+from qcfuse_rag.runtime.graphs.recorder import GraphRecorder
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -24,7 +24,7 @@ class CountingRecorder:
 
     def __init__(self) -> None:
         self.recorded, self.replayed = 0, 0
-        self._inner = CudaRecorder(DEVICE) if DEVICE.type == "cuda" else AgainAndAgain()
+        self._inner = GraphRecorder(DEVICE) if DEVICE.type == "cuda" else AgainAndAgain()
 
     def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         result, again = self._inner.record(compute)

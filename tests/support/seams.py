@@ -85,7 +85,7 @@ KERNELS = {
 recorder_has_kernels = _seam("qcfuse_rag.runtime.graphs.recorder.kernels_available")
 recorder_refusal = _seam("qcfuse_rag.runtime.graphs.recorder.unavailable_reason")
 fused_model = _seam("qcfuse_rag.runtime.language_model.fused_view_first")
-decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.decode_graphs.CHECKED_POSITIONS")
+decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.steps.CHECKED_POSITIONS")
 
 batches_per_group = _seam("qcfuse_rag.ingestion.batch_plan.BATCHES_PER_GROUP")
 primer_prefill = _seam("qcfuse_rag.ingestion.target.prefill_chunk")

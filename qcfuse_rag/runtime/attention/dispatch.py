@@ -18,10 +18,9 @@ from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.runtime.attention.dense import causal_attention, chosen_backends, torch_attention
 from qcfuse_rag.runtime.attention.row_blocks import ROWS_PER_BLOCK, row_blocks_of
 from qcfuse_rag.runtime.kernels.support import supports_kernels
+from qcfuse_rag.runtime.kv_table import TablePlan
 from qcfuse_rag.runtime.reference_attention import explicit_attention
-from qcfuse_rag.runtime.rows import AttentionParams, RowBlock, RowsPlan
-from qcfuse_rag.runtime.step_plan import StepPlan
-from qcfuse_rag.runtime.table_plan import TablePlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowBlock, RowsPlan, StepPlan
 
 ATTENTION_NAME = "qcfuse"
 

@@ -13,8 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from qcfuse_rag.runtime.kernels.limits import relative_error
-from qcfuse_rag.runtime.kernels.support import kernels_available, unavailable_reason
+from qcfuse_rag.runtime.kernels.support import kernels_available, relative_error, unavailable_reason
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.language_model import LanguageModel
@@ -44,7 +43,7 @@ class Recorder(Protocol):
         """Order the device work of this thread after earlier work in such a block, of any thread."""
 
 
-class CudaRecorder:
+class GraphRecorder:
     """Records CUDA graphs that share one stream and one memory pool, so only one may run at a time.
 
     The recorder keeps all its graphs alive: a pool whose graphs are all gone accepts no more, and torch frees the
@@ -56,7 +55,7 @@ class CudaRecorder:
         device: a CUDA device.
     """
 
-    _recorders: ClassVar[WeakSet[CudaRecorder]] = WeakSet()
+    _recorders: ClassVar[WeakSet[GraphRecorder]] = WeakSet()
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -172,10 +171,3 @@ def recording_refusal(record: Callable[[], Sequence[ErrorBound]]) -> str | None:
     except Exception as error:  # a model may do anything that cannot be recorded; it runs without graphs
         return f"recording failed: {type(error).__name__}: {error}"
     return f"the recording differs from the original by {off[0]:.2g}" if off else None
-
-
-def record_stream(result: Tensor) -> Tensor:
-    """Tell torch's allocator that the caller's stream will use the result of an exclusive block; return the result."""
-    if result.is_cuda:
-        result.record_stream(torch.cuda.current_stream(result.device))
-    return result

@@ -23,8 +23,8 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.cost import MeasuredCosts
 from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
-from qcfuse_rag.runtime.graphs.prefill_graphs import ROWS, PrefillRunner
 from qcfuse_rag.runtime.graphs.recorder import Recorder
+from qcfuse_rag.runtime.graphs.runners import ROWS, PrefillRunner
 from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
 from qcfuse_rag.runtime.model_views import HookedLayer
 from qcfuse_rag.runtime.rows import RowsPlan

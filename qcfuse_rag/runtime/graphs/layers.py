@@ -1,9 +1,15 @@
-"""Record a pass over a number of rows layer by layer, and replay it over other rows of other prompts."""
+"""Fused passes as CUDA graphs: one graph for each layer and number of rows.
+
+Each layer is a graph, because a pass waits between layers for data from its store, and a probe reads the queries of
+each layer. A recorded layer reads the positions of its rows and the address of the request's buffer from its own
+tensors, so that one graph serves any request of any length. With fewer rows than were recorded, the first row is
+computed several times.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -12,17 +18,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.forward import planned_inputs
-from qcfuse_rag.runtime.graphs.recorder import Recorder
-from qcfuse_rag.runtime.kv_table import RebindableKVTable
+from qcfuse_rag.runtime.forward import model_inputs, planned_inputs
+from qcfuse_rag.runtime.graphs.comparison import LayerComparison, LayerTrace, SamplePrompt
+from qcfuse_rag.runtime.graphs.recorder import REPLAYED, ErrorBound, Recorder, recording_refusal
+from qcfuse_rag.runtime.graphs.runners import GraphMismatch
+from qcfuse_rag.runtime.kv_table import RebindableKVTable, TablePlan
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.model_views import LayerRunner, ViewCache, decoder_view, model_view
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
-from qcfuse_rag.runtime.table_plan import TablePlan
 
-
-class GraphMismatch(Exception):
-    """A pass gives its layers other inputs than the recorded one, or its buffer is not aligned."""
+Exclusively = Callable[[Callable[[], Tensor]], Tensor | None]
+"""Runs something with the device to itself; None if another thread has it, or the pass differs from its recording."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,3 +272,77 @@ def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, dict):
         return {name: _map_tensors(part, function) for name, part in value.items()}
     return value
+
+
+def record_layers(
+    lm: LanguageModel,
+    model: PreTrainedModel,
+    rows: Sequence[int],
+    open_recorder: Callable[[], Recorder],
+    exclusively: Exclusively,
+) -> tuple[dict[int, LayerGraphs], dict[int, str]]:
+    """Record and check a view of the model; return graphs by number of rows, and reasons for those without graphs."""
+    graphs: dict[int, LayerGraphs] = {}
+    unread = lm.empty_buffer(1)
+    request = RebindableKVTable(unread, lm.shapes, 1, lm.context_window.tokens)
+    views = ViewCache(model, model.get_decoder(), lm.n_layers)
+    memory: dict[object, Tensor] = {}
+    refusals: dict[int, str] = {}
+    # The largest number first: the others use a part of its memory.
+    sizes = sorted({size for size in rows if size < lm.context_window.tokens}, reverse=True)
+    samples: list[SamplePrompt] = []
+    for size in sizes:
+
+        def record(size: int = size) -> list[ErrorBound]:
+            graphs[size] = LayerGraphs(lm, model, size, open_recorder(), request, views, memory)
+            samples[:] = samples or [SamplePrompt.of(lm, min(2 * sizes[0], lm.context_window.tokens))]
+            return _check(lm, graphs[size], samples[0], exclusively)
+
+        refusal = recording_refusal(record)
+        if refusal is not None:
+            refusals[size] = refusal
+    return {size: recorded for size, recorded in graphs.items() if size not in refusals}, refusals
+
+
+@torch.inference_mode()
+def _check(lm: LanguageModel, graphs: LayerGraphs, sample: SamplePrompt, exclusively: Exclusively) -> list[ErrorBound]:
+    """Compare a recorded pass with the same kernels launched one by one, and these with the model's own layers.
+
+    Stored keys and values arrive layer by layer. One check has the recorded number of rows, the other has fewer
+    rows of a longer prompt.
+    """
+    size, bounds = graphs.n_rows, []
+    generator = torch.Generator(lm.device).manual_seed(size)
+    for n_rows, length in ((size, size + 1), (max(1, size - size // 4), 2 * size)):
+        length = min(length, lm.context_window.tokens)
+        others = torch.randperm(length - 1, generator=generator, device=lm.device)[: n_rows - 1].sort().values
+        rows = torch.cat([others, torch.tensor([length - 1], device=lm.device)])
+        ids, plan = sample.ids[rows], RowsPlan.of(rows, lm.sliding)
+        launched, replayed = sample.without(rows, length), sample.without(rows, length)
+        for tensor in (*replayed.keys, *replayed.values):
+            tensor.fill_(torch.nan)
+
+        def wait_for_layer(layer: int, replayed: KVBuffer = replayed, launched: KVBuffer = launched) -> None:
+            replayed.keys[layer].copy_(launched.keys[layer])
+            replayed.values[layer].copy_(launched.values[layer])
+
+        loading = replace(replayed, wait_for_layer=wait_for_layer)
+        logits = exclusively(lambda: graphs.logits(ids, plan, loading))  # noqa: B023
+        if logits is None:
+            raise RuntimeError("a pass differs from its recording")
+        query, trace = graphs.last_query.clone(), LayerTrace()
+        launched_logits = graphs.launched(ids, plan, launched, trace)
+        bounds += [
+            ErrorBound.of(result, expected, REPLAYED[lm.dtype])
+            for result, expected in (
+                (logits, launched_logits),
+                (query, graphs.last_query),
+                (replayed.keys[-1][:, :, rows], launched.keys[-1][:, :, rows]),
+                (replayed.values[-1][:, :, rows], launched.values[-1][:, :, rows]),
+            )
+        ]
+        comparison = LayerComparison(trace)
+        own = model_view(lm.model, lm.model.get_decoder(), lm.n_layers, comparison)
+        expected = own(**model_inputs(ids, plan, launched), logits_to_keep=1).logits[0, -1].float()
+        bounds += comparison.bounds(launched_logits, expected)
+    return bounds

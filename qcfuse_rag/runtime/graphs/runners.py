@@ -1,0 +1,233 @@
+"""Run passes and decode steps, by a recording where one fits, and kernel by kernel otherwise.
+
+Only `compile` records. It records the first view of the model whose results are correct: each recording is compared
+with the original before it is used. Importing this module needs no GPU, and no other module that records.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.layer_hooks import HookedPass
+from qcfuse_rag.runtime.rows import RowsPlan
+
+if TYPE_CHECKING:
+    from qcfuse_rag.runtime.graphs.layers import LayerGraphs
+    from qcfuse_rag.runtime.graphs.recorder import Recorder
+    from qcfuse_rag.runtime.graphs.steps import StepGraph
+
+ROWS = (32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024)
+"""Numbers of rows to record. Up to some hundred rows a layer takes as long as reading its weights, so extra rows cost
+nothing; above, there are at most a third too many, and from 512 on a sixth. With more rows than the last number,
+computing should take longer than launching. None of this has been measured."""
+REQUESTS = (1, 2, 4, 8, 16)
+"""Numbers of requests to record steps for; the scheduler decodes up to 16 together."""
+
+LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
+GraphT = TypeVar("GraphT")
+
+
+class GraphMismatch(Exception):
+    """A pass gives its layers other inputs than the recorded one, or its buffer is not aligned."""
+
+
+class GraphRunner(ABC, Generic[GraphT]):
+    """What both runners share: recordings by size, of the first view of the model whose recordings are correct.
+
+    Args:
+        lm: the model.
+        recorder: records; None makes a `GraphRecorder` for each view.
+        candidate_views: returns the views of a model to record, in order of preference; None uses the model itself.
+
+    Attributes:
+        model: the view of the model that is recorded; without recordings the model itself.
+        refusal: why nothing is recorded, or None.
+    """
+
+    what: ClassVar[str]
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        recorder: Recorder | None = None,
+        candidate_views: Callable[[PreTrainedModel], Iterable[PreTrainedModel]] | None = None,
+    ) -> None:
+        self._lm, self._fixed_recorder, self._recorder = lm, recorder, recorder
+        self._candidate_views = candidate_views or (lambda model: [model])
+        self._graphs: dict[int, GraphT] = {}
+        self.model = lm.model
+        self._lock = threading.Lock()
+        self.refusal: str | None = "compile() has not been called"
+
+    def _compile(self, sizes: Sequence[int]) -> None:
+        """Record the sizes that can be recorded; takes memory and seconds.
+
+        Do not use the model elsewhere meanwhile: work of other threads on the device can make a recording fail, and a
+        recording can make their work fail.
+        """
+        from qcfuse_rag.runtime.graphs.recorder import missing_kernels
+
+        self._graphs, self.model, self.refusal = {}, self._lm.model, missing_kernels(self._lm)
+        if self.refusal is not None:
+            return
+        refusals: dict[int, str] = {}
+        for model in self._candidate_views(self._lm.model):
+            self._graphs, self._recorder = {}, self._fixed_recorder  # frees an earlier recorder with all its graphs
+            self._graphs, refusals = self._record(model, sizes)
+            if self._graphs or (self._recorder is not None and self._recorder.broken is not None):
+                break
+        if refusals:
+            reasons = "; ".join(f"{size}: {refusal}" for size, refusal in refusals.items())
+            LOG.warning("%s of some sizes are launched kernel by kernel: %s", self.what, reasons)
+        if self._graphs:
+            self.model, self.refusal = model, None
+        else:
+            self._recorder, self.refusal = None, next(iter(refusals.values()), "there is no size to record")
+
+    @abstractmethod
+    def _record(self, model: PreTrainedModel, sizes: Sequence[int]) -> tuple[dict[int, GraphT], dict[int, str]]:
+        """Record and check a view; return recordings by size, and reasons for the sizes without one."""
+
+    def _open_recorder(self) -> Recorder:
+        from qcfuse_rag.runtime.graphs.recorder import GraphRecorder
+
+        self._recorder = self._recorder or GraphRecorder(self._lm.device)
+        return self._recorder
+
+
+class PrefillRunner(GraphRunner["LayerGraphs"]):
+    """Computes passes over some rows of a prompt, with recorded layers where they fit.
+
+    Safe to use from several threads: while one thread runs recorded layers, others launch theirs kernel by kernel. The
+    arguments are those of `GraphRunner`.
+
+    Attributes:
+        refusal: why no passes are recorded, or None if some are.
+        replayed: the number of passes run with recorded layers so far.
+    """
+
+    what = "passes"
+    replayed = 0
+
+    @property
+    def most_rows(self) -> int:
+        """The largest number of rows that is recorded; 0 without recordings."""
+        return max(self._graphs, default=0)
+
+    @torch.inference_mode()
+    def logits(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, hooked_pass: HookedPass | None = None) -> Tensor:
+        """Compute rows through all layers; see `runtime.forward.forward_rows`. A hooked pass is never replayed."""
+        logits = None
+        if hooked_pass is None:
+            logits = self._replay(ids, plan, lambda graphs: graphs.logits(ids, plan, buffer))
+        if logits is None:
+            return forward_rows(self._lm, ids, plan, buffer, hooked_pass)
+        return used_by_caller(logits)
+
+    @torch.inference_mode()
+    def hidden(
+        self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int, hooked_pass: HookedPass | None = None
+    ) -> None:
+        """Compute rows through some layers; see `runtime.forward.forward_hidden`."""
+        done = None
+        if hooked_pass is None:
+            done = self._replay(ids, plan, lambda graphs: graphs.hidden(ids, plan, buffer, depth))
+        if not done:
+            forward_hidden(self._lm, ids, plan, buffer, depth=depth, hooked_pass=hooked_pass)
+
+    def compile(self, rows: Sequence[int] = ROWS) -> None:
+        """Record passes of these numbers of rows, except those of the model's window or more."""
+        self._compile(rows)
+
+    def _record(self, model: PreTrainedModel, sizes: Sequence[int]) -> tuple[dict[int, LayerGraphs], dict[int, str]]:
+        from qcfuse_rag.runtime.graphs.layers import record_layers
+
+        return record_layers(self._lm, model, sizes, self._open_recorder, self._exclusively)
+
+    def _replay(self, ids: Tensor, plan: RowsPlan, run: Callable[[LayerGraphs], T]) -> T | None:
+        """Run the smallest recorded pass that fits; return None if none fits or another thread runs one."""
+        graphs = self._graphs
+        fitting = [size for size in graphs if size >= len(plan.rows)]
+        # For a whole prompt torch's own attention is faster; sets of visible keys differ in shape with every question.
+        if not fitting or ids.dim() != 1 or plan.visible is not None or len(plan.rows) == plan.length:
+            return None
+        return self._exclusively(lambda: run(graphs[min(fitting)]))
+
+    def _exclusively(self, run: Callable[[], T]) -> T | None:
+        assert self._recorder is not None
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            with self._recorder.exclusive():
+                result = run()
+        except GraphMismatch:  # the caller computes all rows again, with the same result
+            return None
+        finally:
+            self._lock.release()
+        self.replayed += 1
+        return result
+
+
+class DecodeRunner(GraphRunner["StepGraph"]):
+    """Computes decode steps, with a recorded step where one fits.
+
+    Safe to use from several threads; only one recorded step runs at a time. The arguments are those of `GraphRunner`.
+
+    Attributes:
+        refusal: why no steps are recorded, or None if they are.
+    """
+
+    what = "decode steps"
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]) -> Tensor:
+        """Compute the next row of each request; see `runtime.decode_step.forward_step`."""
+        fitting = [count for count in self._graphs if count >= len(tokens)]
+        logits = self._replay(self._graphs[min(fitting)], tokens, positions, buffers) if fitting else None
+        return forward_step(self._lm, tokens, positions, buffers) if logits is None else logits
+
+    def compile(self, requests: Sequence[int] = REQUESTS) -> None:
+        """Record steps of these numbers of requests; all of them are correct, or none is used."""
+        self._compile(requests)
+
+    def _record(self, model: PreTrainedModel, sizes: Sequence[int]) -> tuple[dict[int, StepGraph], dict[int, str]]:
+        from qcfuse_rag.runtime.graphs.steps import record_steps
+
+        return record_steps(self._lm, model, sizes, self._open_recorder, self._replay)
+
+    def _replay(
+        self, graph: StepGraph, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]
+    ) -> Tensor | None:
+        """Compute a step with a recorded one; return None if the buffers are not aligned as its kernels expect."""
+        assert self._recorder is not None
+        empty = graph.inputs.shape[1] - len(tokens)
+        inputs = torch.tensor([[*tokens, *[0] * empty], [*positions, *[0] * empty]])
+        with self._lock:
+            with self._recorder.exclusive():
+                if not graph.requests.bind(buffers):
+                    return None
+                graph.inputs.copy_(inputs, non_blocking=True)
+                graph.replay()
+                logits = graph.logits[: len(tokens)].clone()
+            return used_by_caller(logits)
+
+
+def used_by_caller(result: Tensor) -> Tensor:
+    """Tell torch's allocator that the caller's stream will use the result of an exclusive block; return the result."""
+    if result.is_cuda:
+        result.record_stream(torch.cuda.current_stream(result.device))
+    return result
