@@ -23,10 +23,10 @@ from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.device import DeviceTimestamp
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_hooks import LayerHook, NestedRows
-from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
-from qcfuse_rag.runtime.loading.source import LateMissError
+from qcfuse_rag.runtime.loading.sources import LateMissError
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.residuals import ResidualKernel, ResidualSpread
 from qcfuse_rag.runtime.runner import ModelRunner

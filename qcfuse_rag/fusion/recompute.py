@@ -11,9 +11,9 @@ from torch import Tensor
 
 from qcfuse_rag.fusion.selectors import Selection
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
+from qcfuse_rag.runtime.device import DeviceTimestamp
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_hooks import HookedPass, LayerHook
-from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
 from qcfuse_rag.runtime.rows import RowsPlan
 
 T = TypeVar("T")

@@ -4,12 +4,16 @@ A copy from ordinary memory to a CUDA device may be left to the device: torch ke
 GPUs torch does not keep it: a temporary tensor may be freed and its memory overwritten before the copy reads it
 (pytorch/pytorch#189690). So the host waits there. Nothing else differs: Apple's GPUs run the code of CPUs, without
 kernels, recorded passes and page-locked memory, all of which ask for CUDA.
+
+A GPU runs behind its host. To time a stage by the host's clock, the host would have to wait for the device, which would
+then run out of work. A `DeviceTimestamp` is therefore an event that the device records and the host reads later.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,3 +53,36 @@ def timed(device: torch.device, work: Callable[[], object]) -> float:
 def fastest_s(device: torch.device, work: Callable[[], object], samples: int) -> float:
     """Return the seconds of the fastest of several runs; other work disturbs it least."""
     return min(timed(device, work) for _ in range(samples))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceTimestamp:
+    """The time at which a device finished all work launched so far; on devices other than CUDA's, the time of creation.
+
+    Attributes:
+        at: seconds of the host's clock, or the CUDA event that the device records.
+    """
+
+    at: float | torch.cuda.Event
+
+    @classmethod
+    def on(cls, device: torch.device) -> DeviceTimestamp:
+        """Return a timestamp of a device; the device may reach it later than the host."""
+        if device.type != "cuda":
+            return cls(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream(device).record_event(event)
+        return cls(event)
+
+    def wait(self) -> None:
+        """Block until the device has reached the timestamp."""
+        if not isinstance(self.at, float):
+            self.at.synchronize()
+
+    def seconds_until(self, later: DeviceTimestamp) -> float:
+        """Return the seconds to a later timestamp of the same device, which must have reached both."""
+        if isinstance(self.at, float) or isinstance(later.at, float):
+            assert isinstance(self.at, float)
+            assert isinstance(later.at, float)
+            return later.at - self.at
+        return float(self.at.elapsed_time(later.at)) / 1000

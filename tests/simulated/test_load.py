@@ -21,7 +21,7 @@ from qcfuse_rag.runtime.cost import Costs, LoadTimes
 from qcfuse_rag.runtime.graphs.recorder import GraphRecorder
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
-from qcfuse_rag.runtime.loading.source import LoadingChunk
+from qcfuse_rag.runtime.loading.sources import LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.factory import open_store
@@ -108,7 +108,7 @@ def test_loading_is_timed_by_the_path_that_requests_take(
     def copied(*_: Any, **__: Any) -> None:
         raise AssertionError("no request on a GPU copies so")
 
-    monkeypatch.setattr("qcfuse_rag.runtime.loading.block_source.copy_layer", copied)
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.sources.copy_layer", copied)
     lm = LanguageModel.wrap(moved(build_model("llama", num_hidden_layers=2), device), tokenizer)
     engine = make_engine(lm, MemoryStore(numbers="int8"))
     engine.warm(PASSAGES, bases=(FRAMED,))

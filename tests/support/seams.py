@@ -67,7 +67,7 @@ engine_has_kernels = _seam(
     *steps_have_kernels.names,
 )
 placement_support = _seam(
-    "qcfuse_rag.runtime.loading.block_source.supports_placement",
+    "qcfuse_rag.runtime.loading.sources.supports_placement",
     "qcfuse_rag.runtime.loading.slab_source.supports_placement",
 )
 kernel_refusal = _seam("qcfuse_rag.runtime.kernels.support.unavailable_reason")

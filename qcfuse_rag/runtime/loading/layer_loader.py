@@ -16,11 +16,9 @@ import torch
 
 from qcfuse_rag.models.rope import LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.loading.block_source import BlockSource
-from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
+from qcfuse_rag.runtime.device import DeviceTimestamp
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
-from qcfuse_rag.runtime.loading.slab_source import SlabSource, slabs_by_format
-from qcfuse_rag.runtime.loading.source import LateMissError, LayerSource, LoadingChunk, SentLayers
+from qcfuse_rag.runtime.loading.sources import BlockSource, LateMissError, LayerSource, LoadingChunk, SentLayers
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.store.backends.base import Miss
 
@@ -68,9 +66,12 @@ class LayerLoader:
         wait_budget: WaitBudget,
     ) -> None:
         self._device, self._n_layers, self._wait_budget = buffer.keys[0].device, len(ropes), wait_budget
-        slabs, others = slabs_by_format(chunks, buffer, transfer)
         self._sources: list[LayerSource] = []
+        others: Sequence[LoadingChunk] = chunks
         if transfer is not None:
+            from qcfuse_rag.runtime.loading.slab_source import SlabSource, slabs_by_format
+
+            slabs, others = slabs_by_format(chunks, buffer, transfer)
             self._sources += [SlabSource(buffer, ropes, group, transfer) for group in slabs]
         if others:
             self._sources.append(BlockSource(buffer, ropes, others, transfer))

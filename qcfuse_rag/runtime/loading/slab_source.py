@@ -19,7 +19,7 @@ from qcfuse_rag.models.rope import AngleTables, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.support import supports_placement
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
-from qcfuse_rag.runtime.loading.source import LoadingChunk, SentLayers
+from qcfuse_rag.runtime.loading.sources import LoadingChunk, SentLayers
 from qcfuse_rag.store.blocks import KINDS, BlockForm, SlabBlocks, SlabLayout
 
 Forms = tuple[tuple[BlockForm, BlockForm], ...]
@@ -118,7 +118,7 @@ class SlabSource:
 
 
 def slabs_by_format(
-    chunks: Sequence[LoadingChunk], buffer: KVBuffer, transfer: HostToDevice | None
+    chunks: Sequence[LoadingChunk], buffer: KVBuffer, transfer: HostToDevice
 ) -> tuple[list[list[LoadingChunk]], list[LoadingChunk]]:
     """Split chunks into those that a `SlabSource` loads, by format and device, and the others."""
     groups: dict[tuple[torch.device, Forms], list[LoadingChunk]] = {}
@@ -126,8 +126,7 @@ def slabs_by_format(
     for loading in chunks:
         blocks = loading.chunk.blocks
         if (
-            transfer is not None
-            and isinstance(blocks, SlabBlocks)
+            isinstance(blocks, SlabBlocks)
             and blocks.layout is not None
             and supports_placement(loading.chunk.numbers, transfer.device)
             and (blocks.memory.device == transfer.device or blocks.memory.is_pinned())

@@ -74,7 +74,7 @@ def test_layers_that_have_arrived_are_placed_by_one_launch(
     monkeypatch.setattr(place, "place", watched(place.place, launched))
     seams.transfer(monkeypatch, lambda transfers: Nearby(at_once=at_once))
     seams.growth_of_transfers(monkeypatch, 1)  # each layer is sent alone, as from ordinary memory
-    monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.slabs_by_format", lambda chunks, *_: ([], chunks))
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.slab_source.slabs_by_format", lambda chunks, *_: ([], chunks))
     lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
     fused.load(look_up(warmed.lm, warmed.store, prompt, make_method("reuse", base=FRAMED)))

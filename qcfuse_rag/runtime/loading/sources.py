@@ -1,9 +1,14 @@
-"""Load chunks block by block: as a store reads them, and in every format."""
+"""Sources of the layer loader: its interface to chunks, and chunks read block by block, in every format.
+
+A block is read as its store reads it. `slab_source` sends chunks that lie in one allocation each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -11,11 +16,70 @@ from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.models.rope import AngleTables, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.support import supports_placement
-from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
-from qcfuse_rag.runtime.loading.source import LateMissError, LoadingChunk, SentLayers
 from qcfuse_rag.runtime.placement import copy_layer, stage_layer
 from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.quantization import side_block
+
+if TYPE_CHECKING:
+    from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferHandle
+
+SentLayers = tuple[range, "TransferHandle | None"]
+"""Layers that were read, and the transfer of their blocks; None if they are used as they were read."""
+
+
+class LateMissError(Exception):
+    """Stored chunks that could not be read after a pass had begun; the request goes on without them.
+
+    Attributes:
+        misses: the reason for each chunk, by its position.
+        corrupt: positions of the chunks whose bytes were damaged.
+    """
+
+    def __init__(self, misses: Mapping[int, Miss], corrupt: Sequence[int] = ()) -> None:
+        super().__init__("; ".join(sorted({miss.reason for miss in misses.values()})))
+        self.misses, self.corrupt = dict(misses), tuple(corrupt)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadingChunk:
+    """A chunk to be loaded, and the position of its first token in the prompt."""
+
+    start: int
+    chunk: ChunkKV
+
+
+class LayerSource(Protocol):
+    """Some chunks of a request."""
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Positions of the chunks."""
+
+    @property
+    def needs_thread(self) -> bool:
+        """Whether reading can block. A thread then reads while a pass computes."""
+
+    @property
+    def joins_layers(self) -> bool:
+        """Whether several layers may be placed by the same launch."""
+
+    def read(self, layers: range) -> SentLayers:
+        """Read the blocks of some layers and start to send them; the reading thread calls it.
+
+        Raises:
+            LateMissError: if a block cannot be read.
+        """
+
+    def place(self, sent: Sequence[SentLayers]) -> int:
+        """Place layers that have been read, and return their bytes; the computing thread calls it.
+
+        Raises:
+            LateMissError: if the blocks do not fit.
+        """
+
+    def stop(self) -> None:
+        """Drop what would keep memory alive, and read nothing more."""
 
 
 class BlockSource:
