@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
 # The first nine minutes on a CUDA device: figures, refusals and comparisons, the likeliest failures first.
 #   scripts/gpu_check.sh OUTDIR [SHAPE] [MODEL]   e.g. scripts/gpu_check.sh /tmp/gpu qwen3-8b smollm2.gguf
-#   scripts/gpu_check.sh --dry-run OUTDIR         the steps that need no GPU, on the simulated device; some 40 s
 # Uses the python3 in PATH and no network; missing packages are installed from the folder of wheels named by WHEELS.
 # Logs, JSON, Markdown and pictures go to OUTDIR; docs/reference/gpu.md says what to send.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-dry=""
-if [ "${1-}" = --dry-run ]; then dry=--dry-run; shift; fi
-OUT=$(mkdir -p "${1:?usage: scripts/gpu_check.sh [--dry-run] OUTDIR [SHAPE] [MODEL]}" && cd "$1" && pwd)
+OUT=$(mkdir -p "${1:?usage: scripts/gpu_check.sh OUTDIR [SHAPE] [MODEL]}" && cd "$1" && pwd)
 SHAPE=${2:-qwen3-8b}
 MODEL=${3-}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TQDM_DISABLE=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -23,11 +20,6 @@ step() {
   local code=${PIPESTATUS[0]}
   if [ "$code" != 0 ]; then failed=1; echo "$name: exit code $code"; fi
 }
-
-if [ -n "$dry" ]; then
-  TRITON_INTERPRET=1 step 300 check python3 -m tests.gpu.check "$OUT/check.json" --dry-run
-  exit $failed
-fi
 
 lacking() {
   python3 -c 'import sys; from importlib.util import find_spec

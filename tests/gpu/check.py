@@ -1,10 +1,9 @@
 """The first minutes on a GPU, in one process: what fails most likely and is checked most cheaply comes first.
 
-    python -m tests.gpu.check OUT.json [--shape qwen3-8b] [--model FILE] [--steps NAMES] [--seconds 430] [--dry-run]
+    python -m tests.gpu.check OUT.json [--shape qwen3-8b] [--model FILE] [--steps NAMES] [--seconds 430]
 
 Each step prints figures and reasons, and what it found is written to the file before the next begins. A step that
-fails does not end the others; a step for which too little time is left is not begun. With `--dry-run`, the steps that
-need no GPU run on the simulated device, over a tiny model: that shows that the script works, and measures nothing.
+fails does not end the others; a step for which too little time is left is not begun.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.runtime.attention.dense import chosen_backends
-from qcfuse_rag.runtime.cost import Costs
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernel_errors
@@ -50,7 +48,6 @@ from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import UNLIMITED
 
 METHODS = ("auto[ratio=.05]", "auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]")
-DRY_CONTEXT, DRY_CHUNK = 16, 16
 PREFETCH_LIMIT_S = 20.0
 
 
@@ -63,7 +60,6 @@ class Check:
         folder: for further files.
         model: a real model; None for the default one.
         contexts: tokens of the prompts of `speed`.
-        simulated: the simulated device, or None on a real one.
         results: by step.
     """
 
@@ -71,39 +67,25 @@ class Check:
     folder: Path
     model: str | None = None
     contexts: tuple[int, ...] = (4096, 10240, 32768)
-    simulated: Any = None
     results: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def dry(self) -> bool:
-        """Whether the device is simulated."""
-        return self.simulated is not None
 
     @cached_property
     def lm(self) -> LanguageModel:
         """The model, built at the first use."""
-        if not self.dry:
-            return random_model(self.shape)
-        from tests.simulated.cuda import moved
-        from tests.support.families import build_model, build_tokenizer
-        from tests.support.passages import PASSAGES
-
-        model = moved(build_model("llama", num_hidden_layers=1), self.simulated)
-        return LanguageModel.wrap(model, build_tokenizer(lambda: list(PASSAGES)))
+        return random_model(self.shape)
 
     @cached_property
     def runner(self) -> ModelRunner:
-        """A runner of the model, with recorded passes except on a simulated device."""
+        """A runner of the model, with recorded passes."""
         runner = ModelRunner(self.lm, MemoryStore())
-        if not self.dry:
-            runner.prefills.compile()
+        runner.prefills.compile()
         return runner
 
     def runner_over(self, store: KVStore) -> ModelRunner:
         """Return the runner over a store, with recorded passes timed as engines do."""
         runner = self.runner.with_store(store)
         prompts = PromptBuilder(self.lm.tokenizer, PromptTemplate(), self.lm.context_window.tokens)
-        runner.costs.recorded_pass_s = None if self.dry else measure_recorded_pass(runner, prompts)
+        runner.costs.recorded_pass_s = measure_recorded_pass(runner, prompts)
         return runner
 
 
@@ -121,7 +103,7 @@ def versions(check: Check) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
-    dtype, rows = (torch.float32, 16) if check.dry else (torch.bfloat16, 1000)
+    dtype, rows = torch.bfloat16, 1000
     for place, chosen in enumerate((False, True)):
         query, key = (torch.randn(1, heads, rows + 8 * place, 64, device=device, dtype=dtype) for heads in (32, 8))
         for time_ in ("first", "second"):
@@ -136,16 +118,15 @@ def versions(check: Check) -> dict[str, Any]:
 
 def kernels(check: Check) -> dict[str, Any]:
     """Compare the kernels with their references."""
-    cases = [(torch.bfloat16, 128), (torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64)]
-    cases = [(torch.float32, 16)] if check.dry else [*cases, (torch.bfloat16, 256), (torch.bfloat16, 96)]
+    in_bfloat16 = [(torch.bfloat16, dim) for dim in (128, 64, 256, 96)]
+    cases = [*in_bfloat16, (torch.float16, 128), (torch.float32, 64)]
     found: dict[str, Any] = {}
     for dtype, dim in cases:
         errors = kernel_errors(torch.device("cuda", 0), dtype, dim)
         found[f"{dtype}, {dim} channels"] = {"largest": max(errors.values()), **errors}
-    if not check.dry:
-        from qcfuse_rag.runtime.kernels.sparse_attention import supports_large_tile
+    from qcfuse_rag.runtime.kernels.sparse_attention import supports_large_tile
 
-        found["large tile"] = supports_large_tile(torch.device("cuda", 0), torch.bfloat16, 128)
+    found["large tile"] = supports_large_tile(torch.device("cuda", 0), torch.bfloat16, 128)
     return found
 
 
@@ -177,9 +158,9 @@ def _recorded(lm: LanguageModel, check: Check) -> dict[str, Any]:
         DecodeRunner(lm, candidate_views=fused_view_first),
     )
     return {
-        "passes, s": _seconds(lambda: passes.compile((8,) if check.dry else (32, 640, 1024))),
+        "passes, s": _seconds(lambda: passes.compile((32, 640, 1024))),
         "passes, refusal": passes.refusal,
-        "steps, s": _seconds(lambda: steps.compile((1,) if check.dry else (1, 8))),
+        "steps, s": _seconds(lambda: steps.compile((1, 8))),
         "steps, refusal": steps.refusal,
         "steps are fused": steps.model is not lm.model,
     }
@@ -188,10 +169,10 @@ def _recorded(lm: LanguageModel, check: Check) -> dict[str, Any]:
 def loading(check: Check) -> dict[str, Any]:
     """Load from each tier, and compare the guard's predictions with what then happens."""
     lm, found = check.lm, dict[str, Any]()
-    contexts, chunk = ((DRY_CONTEXT,), DRY_CHUNK) if check.dry else ((1024, 4096, 10240, 32768), 512)
+    contexts, chunk = (1024, 4096, 10240, 32768), 512
     method = make_method("auto", ratio=0.1)
     with ExitStack() as stack:
-        names, formats = (("pinned",), ("int8",)) if check.dry else (("pinned", "device"), ("model", "int8"))
+        names, formats = ("pinned", "device"), ("model", "int8")
         tiers = open_tiers(lm, names, formats, stack, throttle=1e9, folder=None)
         generator = torch.Generator().manual_seed(0)
         prompts = [random_prompt(lm, context, chunk, generator) for context in contexts]
@@ -225,7 +206,7 @@ def loading(check: Check) -> dict[str, Any]:
 def prefetching(check: Check) -> dict[str, Any]:
     """Fuse a prompt whose passages are in files alone, until the engine has copied them to page-locked memory."""
     lm, method = check.lm, make_method("auto", ratio=0.05)
-    context, chunk = (DRY_CONTEXT, DRY_CHUNK) if check.dry else (10240, 512)
+    context, chunk = 10240, 512
     prompt, answers = random_prompt(lm, context, chunk, torch.Generator().manual_seed(2)), []
     with TemporaryDirectory() as folder:
         with DiskStore(folder, UNLIMITED, numbers="int8") as disk:
@@ -287,22 +268,21 @@ def profile(check: Check) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step, the seconds that it may need, and whether it runs on the simulated device."""
+    """A step, and the seconds that it may need."""
 
     run: Callable[[Check], dict[str, Any]]
     seconds: float
-    dry: bool = False
 
 
 STEPS = (
-    Step(versions, 5, dry=True),
-    Step(kernels, 60, dry=True),
+    Step(versions, 5),
+    Step(kernels, 60),
     Step(recorded_real, 40),
     Step(engine, 45),
-    Step(recorded, 30, dry=True),
+    Step(recorded, 30),
     Step(speed, 130),
-    Step(loading, 80, dry=True),
-    Step(prefetching, 15, dry=True),
+    Step(loading, 80),
+    Step(prefetching, 15),
     Step(floors, 60),
     Step(profile, 15),
 )
@@ -317,7 +297,6 @@ def main() -> int:
     parser.add_argument("--steps", default=",".join(step.run.__name__ for step in STEPS))
     parser.add_argument("--contexts", default="4096,10240,32768", help="tokens of the prompts of `speed`")
     parser.add_argument("--seconds", type=float, default=430)
-    parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="  %(message)s")
     logging.getLogger("qcfuse_rag").setLevel(logging.INFO)
@@ -325,14 +304,7 @@ def main() -> int:
     contexts = tuple(map(int, options.contexts.split(",")))
     check = Check(options.shape, options.out.parent, options.model, contexts)
     end = time.perf_counter() + options.seconds
-    with ExitStack() as stack:
-        if options.dry_run:
-            check.simulated = _simulated(stack)
-        failed = _run_steps(check, options.steps.split(","), options.out, end)
-        check.__dict__.pop("lm", None)  # no tensor may stay on a simulated device
-        broken = check.simulated.broken if check.dry else []
-    print(*broken, sep="\n")
-    return int(failed or bool(broken))
+    return _run_steps(check, options.steps.split(","), options.out, end)
 
 
 def _run_steps(check: Check, names: Sequence[str], out: Path, end: float) -> int:
@@ -340,10 +312,8 @@ def _run_steps(check: Check, names: Sequence[str], out: Path, end: float) -> int
     for step in (step for step in STEPS if step.run.__name__ in names):
         name, left, began = step.run.__name__, end - time.perf_counter(), time.perf_counter()
         print(f"== {name}", flush=True)
-        if check.dry and not step.dry:
-            result: dict[str, Any] = {"left out": "it needs a GPU"}
-        elif left < step.seconds:
-            result = {"left out": f"it may take {step.seconds:.0f} s, and {left:.0f} s are left"}
+        if left < step.seconds:
+            result: dict[str, Any] = {"left out": f"it may take {step.seconds:.0f} s, and {left:.0f} s are left"}
         else:
             try:
                 result = {"found": step.run(check), "took_s": time.perf_counter() - began}
@@ -352,29 +322,8 @@ def _run_steps(check: Check, names: Sequence[str], out: Path, end: float) -> int
                 result = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         check.results[name] = result
         print(json.dumps(result, indent=1, default=str), flush=True)
-        write_atomically(out, json.dumps({"dry_run": check.dry, **check.results}, indent=1, default=str))
+        write_atomically(out, json.dumps(check.results, indent=1, default=str))
     return failed
-
-
-def _simulated(stack: ExitStack) -> Any:
-    """Simulate a device until the stack is closed, with less to compute: the interpreter is slow."""
-    import pytest
-
-    from tests.simulated.cuda import simulated_cuda
-    from tests.support import seams
-    from tests.support.interpreted import quickly
-
-    stack.enter_context(quickly())
-    patch = stack.enter_context(pytest.MonkeyPatch.context())
-    seams.large_blocks(patch)
-    seams.kernel_check_tokens(patch, 40)
-    seams.kernel_check_rows(patch, 8)
-    seams.ring_bytes(patch, 1 << 16)
-    seams.decode_trial_lengths(patch, (5,))
-    seams.kernel_refusal(patch, lambda *_: None)  # the step `kernels` compares them
-    seams.fused_model(patch, lambda model: [model])
-    seams.measured_passes(patch, lambda *_: Costs(pass_s=0.01, row_s=0.001))
-    return stack.enter_context(simulated_cuda())
 
 
 def _seconds(call: Callable[[], object]) -> float:

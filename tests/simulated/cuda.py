@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map
 
 from qcfuse_rag.runtime.loading import host_to_device
 from tests.simulated.device import Device
-from tests.simulated.graph import Graph
 from tests.simulated.kernels import watched_kernels
 from tests.simulated.order import Event, Stream
 from tests.simulated.tensor import GPU, DeviceTensor, Everywhere
@@ -80,7 +79,6 @@ def _guard() -> Iterator[None]:
 def _replaced(device: Device) -> Iterator[tuple[Any, str, Any]]:
     """Yield replacements: the owner, the attribute and its new value."""
     for name, value in {
-        "CUDAGraph": lambda: Graph(device),
         "Event": _event_of(device),
         "Stream": lambda *args, **kwargs: device.new_stream(),
         "_lazy_init": lambda: None,
@@ -94,9 +92,8 @@ def _replaced(device: Device) -> Iterator[tuple[Any, str, Any]]:
         "get_device_name": lambda *args: PROPERTIES.name,
         "get_device_properties": lambda *args: PROPERTIES,
         "get_sync_debug_mode": lambda: device.strict,
-        "graph_pool_handle": lambda: (0, 1),
         "is_available": lambda: True,
-        "is_current_stream_capturing": lambda: device.graph is not None,
+        "is_current_stream_capturing": lambda: False,
         "set_sync_debug_mode": lambda mode: setattr(device, "strict", mode not in (False, 0, "default")),
         "stream": lambda stream: _on(device, stream),
         "synchronize": lambda *args: device.synchronize(),

@@ -1,4 +1,4 @@
-"""The simulated device: checks its rules while torch's operations, kernels and recorded graphs run."""
+"""The simulated device: checks its rules while torch's operations and kernels run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tests.simulated.graph import Graph, poison
 from tests.simulated.memory import Lease, Memories, Memory, bytes_of
 from tests.simulated.operations import CONVERTING, MOVING, Operation, tensors_in
 from tests.simulated.order import HOST, Host, Stream, agent_of, epoch_of
@@ -38,7 +37,7 @@ class Device:
         self.launched: Counter[str] = Counter()
         self.strict = False
         self.memories = Memories()
-        self.host = Host(seed, lambda: self.strict or self.graph is not None)
+        self.host = Host(seed, lambda: self.strict)
         self.lock = self.host.lock
         self._streams: list[Stream] = []
         self._pinned: list[Lease] = []
@@ -62,15 +61,6 @@ class Device:
     def stream(self, stream: Stream | None) -> None:
         self._of_thread.stream = stream
 
-    @property
-    def graph(self) -> Graph | None:
-        """The graph that the thread records, or None."""
-        return getattr(self._of_thread, "graph", None)
-
-    @graph.setter
-    def graph(self, graph: Graph | None) -> None:
-        self._of_thread.graph = graph
-
     def wait(self, why: str) -> None:
         """Make the host wait for everything that the thread has launched."""
         self.host.wait(self.stream.clock, why)
@@ -86,9 +76,6 @@ class Device:
     def memory_of(self, inner: Tensor) -> Memory | None:
         return self.memories.get(inner.untyped_storage().data_ptr())
 
-    def lease_of(self, memory: Memory) -> Lease | None:
-        return self._leases.get(memory.base)
-
     def on_device(self, inner: Tensor) -> DeviceTensor:
         """Wrap a CPU tensor as a tensor of the device; new memory belongs to the thread's stream."""
         storage = inner.untyped_storage()
@@ -96,9 +83,6 @@ class Device:
         memory, lease = self.memories.get(base), self._leases.get(base)
         if memory is None or lease is None:
             memory, lease = Memory(base, storage.nbytes(), self.stream.number), Lease(storage)
-            if self.graph is not None:
-                memory.graph = True
-                self.graph.own(memory, inner)
             self.memories[base], self._leases[base] = memory, lease
             weakref.finalize(lease, self._free, memory).atexit = False
         return DeviceTensor(inner, memory, lease, self)
@@ -116,9 +100,6 @@ class Device:
 
     def _free(self, memory: Memory) -> None:
         """Free memory: its stream may reuse it at once, so no other stream may still use it."""
-        memory.free = True
-        if memory.graph:
-            return
         self.memories.pop(memory.base, None)
         owner = self._streams[memory.stream - 1]
         for epoch in memory.last_uses():
@@ -130,8 +111,6 @@ class Device:
 
     def use(self, memory: Memory, where: object, epoch: int, *, write: bool, what: str) -> None:
         """Note the use of bytes, and complain if it breaks a rule."""
-        if self.graph is not None:
-            return
         agent = agent_of(epoch)
         clock = self.host.clock if agent == HOST else self._streams[agent - 1].clock
         conflict = memory.conflict(where, epoch, clock, write=write)
@@ -202,13 +181,7 @@ class Device:
         if to_host and operation.non_blocking:
             self.complain(f"{name} to the host is not waited for")
         waiting = to_host or operation.waits(on_device) or operation.waits_for_copy(from_host, self.is_pinned)
-        if self.graph is not None and not waiting and not all(map(self.is_pinned, from_host)):
-            raise RuntimeError(f"{name} from memory that is not page-locked was recorded")
-        if waiting and self.graph is not None:
-            self.wait(name)
         written = operation.written()
-        if self.graph is not None:
-            self.graph.about_to(operation, written)
         result = operation.compute()
         results = tensors_in(result)
         fresh = [] if to_host else operation.fresh(results)
@@ -224,8 +197,6 @@ class Device:
                     poison(tensor)
             else:
                 self.use_tensors(fresh, epoch, write=True, what=name)
-            if self.graph is not None:
-                self.graph.record(operation, results, fresh)
         if waiting:
             self.wait(name)
         return result
@@ -238,8 +209,6 @@ class Device:
                 compute()
             finally:
                 self._of_thread.kernel = None
-            if self.graph is not None:
-                self.graph.record_kernel(name, compute)
 
     @property
     def kernel(self) -> tuple[str, int] | None:
@@ -247,8 +216,6 @@ class Device:
         return getattr(self._of_thread, "kernel", None)
 
     def _tick(self, name: str) -> int:
-        if self.graph is not None:
-            return 0
         self.launched[name] += 1
         return self.stream.tick()
 
@@ -269,3 +236,9 @@ def _named(value: Any) -> Any:
 
 def _inner(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else inner_of(value)
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill uninitialised memory with values that show up in results."""
+    if tensor.numel():
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 1)

@@ -59,10 +59,6 @@ def _touch(device: Device, pointers: Any, mask: Any, *, write: bool) -> None:
         if memory is None or offsets[-1] + size > memory.nbytes:
             beyond = "unallocated memory" if memory is None else f"beyond an allocation of {memory.nbytes} bytes"
             raise IndexError(f"{name} {'writes' if write else 'reads'} {beyond}")
-        if device.graph is not None:
-            device.graph.note(memory)
-            if write:
-                device.graph.keep(memory)
         device.use(memory, _bytes(offsets, size), epoch, write=write, what=name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,25 +35,18 @@ class Memory:
         written: by byte, the epoch of the last write.
         read: by agent and byte, the epoch of the last read.
         recorded_streams: streams announced to the allocator by `record_stream`.
-        graph: whether it belongs to a graph.
-        free: whether no tensor uses it any more.
     """
 
     base: int
     nbytes: int
     stream: int
     pinned: bool = False
-    graph: bool = False
-    free: bool = False
     recorded_streams: set[int] = field(default_factory=set)
     read: dict[int, Epochs] = field(default_factory=dict)
     written: Epochs = field(init=False)
 
     def __post_init__(self) -> None:
         self.written = np.zeros(self.nbytes, np.int64)
-
-    def content(self) -> NDArray[np.uint8]:
-        return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.base))
 
     def note_read(self, where: object, epoch: int) -> None:
         marks = self.read.setdefault(agent_of(epoch), np.zeros(self.nbytes, np.int64))

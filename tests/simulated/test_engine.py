@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import (
-    METHODS,
     FusionEngine,
     LanguageModel,
     MemoryStore,
@@ -20,18 +19,13 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, PinnedRing, TransferLink
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
 from tests.simulated.order import Stream
 from tests.simulated.tensor import DeviceTensor
-from tests.support import seams
-from tests.support.damage import damaged
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 
@@ -74,34 +68,6 @@ def assert_same(result: Prefilled, expected: Prefilled) -> None:
     assert float((result.logits.cpu() - expected.logits).abs().max()) < 1e-3
 
 
-@pytest.fixture
-def no_kernels(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    seams.kernel_refusal(monkeypatch, lambda *_: "switched off")
-
-
-@pytest.mark.usefixtures("no_kernels")
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_method_computes_on_the_device(method: str, device: Device, tokenizer: PreTrainedTokenizerFast) -> None:
-    cpu, gpu = engines(device, tokenizer)
-    prompt, chosen = cpu.prompt(QUESTION, PASSAGES), make_method(method)
-    if method == "auto":  # without its guard, which may refuse a slow device
-        chosen = make_method(method, base=FRAMED, guard=False)
-    assert_same(gpu.prefill(prompt, method=chosen), cpu.prefill(prompt, method=chosen))
-
-
-@pytest.mark.usefixtures("no_kernels")
-def test_every_family_computes_on_the_device(
-    family_name: str, device: Device, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    cpu, gpu = engine_on(None, tokenizer, family_name), engine_on(device, tokenizer, family_name)
-    for engine in (cpu, gpu):
-        assert engine.warm(PASSAGES, bases=(FRAMED,)).failed == ()
-    prompt = cpu.prompt(QUESTION, PASSAGES)
-    assert_same(gpu.prefill(prompt, method=PROPHETKV), cpu.prefill(prompt, method=PROPHETKV))
-    greedy = SamplingParams(max_new_tokens=3)
-    assert gpu.generate(prompt, greedy).ids == cpu.generate(prompt, greedy).ids
-
-
 @pytest.mark.parametrize(
     ("tier", "numbers", "layers"),
     [("memory", "model", 2), ("pinned", "model", 4), ("device", "model", 4), ("pinned", "int8", 2)],
@@ -117,88 +83,15 @@ def test_stored_chunks_arrive_from_every_tier(
     assert device.launched["place"] > 0
 
 
-def test_recorded_passes_and_steps_are_replayed(
-    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seams.fused_model(monkeypatch, fused_view_first)
-    seams.decode_trial_lengths(monkeypatch, (5, 40))
-    cpu, gpu = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True), layers=2)
-    gpu.runner.prefills.compile(rows=(16, 48))
-    gpu.runner.decodes.compile(requests=(1,))
-    assert (gpu.runner.prefills.refusal, gpu.runner.decodes.refusal) == (None, None)
-    assert min(device.launched[kernel] for kernel in ("normalize", "rotate", "gate")) > 0
-    for prompt in (cpu.prompt(QUESTION, PASSAGES), cpu.prompt("Who?", PASSAGES[::-1])):
-        before = gpu.runner.prefills.replayed
-        assert_same(gpu.prefill(prompt, method=PROPHETKV), cpu.prefill(prompt, method=PROPHETKV))
-        assert gpu.runner.prefills.replayed == before + 2, "one for the probe, one for the rows"
-    graphs, greedy = device.launched["graph"], SamplingParams(max_new_tokens=3)
-    assert gpu.generate(prompt, greedy, method=REUSE).ids == cpu.generate(prompt, greedy, method=REUSE).ids
-    assert device.launched["graph"] - graphs == gpu.lm.n_layers + 2, "the layers of a pass, and two steps"
-
-
-@pytest.mark.parametrize("work", ["warming", "full", "rows"])
-def test_passes_use_fused_norms_rotations_and_gates(
-    work: str, device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not only recorded ones: a whole prompt spends a quarter of its time on them by calculation."""
-    seams.fused_model(monkeypatch, fused_view_first)
-    cpu, gpu = engines(device, tokenizer, "gemma3-two-ropes", layers=1)
-    assert gpu.lm.fused_model is not gpu.lm.model
-    assert cpu.lm.fused_model is cpu.lm.model
-    before = {kernel: device.launched[kernel] for kernel in ("normalize", "rotate", "gate")}
-    prompt = cpu.prompt(QUESTION, PASSAGES[:1])
-    if work == "warming":
-        gpu.store.clear()
-        gpu.warm(PASSAGES[:1], bases=(FRAMED,))
-    elif work == "full":
-        full = make_method("full")
-        assert_same(gpu.prefill(prompt, method=full), cpu.prefill(prompt, method=full))
-    else:
-        assert_same(gpu.prefill(prompt, method=REUSE), cpu.prefill(prompt, method=REUSE))
-    assert all(device.launched[kernel] > count for kernel, count in before.items())
-
-
 def test_requests_share_the_device(device: Device, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Prefills, recorded or not, run between decode steps of other requests in the scheduler's thread."""
+    """Prefills run between decode steps of other requests in the scheduler's thread."""
     cpu, gpu = engines(device, tokenizer, store=MemoryStore(pinned=True))
-    gpu.runner.prefills.compile(rows=(48,))
-    gpu.runner.decodes.compile(requests=(2,))
-    replayed, graphs = gpu.runner.prefills.replayed, device.launched["graph"]
     greedy = SamplingParams(max_new_tokens=4)
     prompts = [cpu.prompt(QUESTION, passages) for passages in (PASSAGES, PASSAGES[::-1], PASSAGES[:1])]
     with Scheduler(gpu, SchedulerSettings(active=2, waiting=4)) as scheduler:
         answers = [scheduler.submit(prompt, greedy, method=PROPHETKV) for prompt in prompts]
         result = [answer.result(timeout=120).ids for answer in answers]
     assert result == [cpu.generate(prompt, greedy, method=PROPHETKV).ids for prompt in prompts]
-    passes = gpu.runner.prefills.replayed - replayed
-    assert passes > 0
-    assert device.launched["graph"] - graphs > passes * gpu.lm.n_layers, "steps, too"
-
-
-class DamagedLate(MemoryStore):
-    """A store whose chunks have a damaged last layer, found when it is read."""
-
-    harmed = False
-
-    def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        chunk = super().get(key)
-        return damaged(chunk, "value.1") if self.harmed and isinstance(chunk, ChunkKV) else chunk
-
-
-def test_damage_found_during_a_recorded_pass_costs_only_time(
-    device: Device, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    store = DamagedLate(pinned=True)
-    cpu, gpu = engines(device, tokenizer, store=store)
-    gpu.runner.prefills.compile(rows=(48,))
-    store.harmed = True
-    prompt, graphs = cpu.prompt(QUESTION, PASSAGES), device.launched["graph"]
-    result = gpu.prefill(prompt, method=PROPHETKV)
-    assert device.launched["graph"] > graphs
-    expected = cpu.prefill(prompt, method=make_method("full"))
-    assert result.report.fallback is not None
-    assert "does not match its checksum" in result.report.fallback
-    assert float((result.logits.cpu() - expected.logits).abs().max()) < 1e-3
 
 
 def test_the_ring_waits_for_the_link_before_it_reuses_memory(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
-from qcfuse_rag.engine.first_passes import run_first_passes
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.cost import Costs, LoadTimes
-from qcfuse_rag.runtime.graphs.recorder import GraphRecorder
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
 from qcfuse_rag.runtime.loading.sources import LoadingChunk
@@ -26,32 +21,16 @@ from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.store.testing import example_chunk, example_key
+from qcfuse_rag.store.testing import example_key
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
-from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES
 
 
-def from_python(**settings: Any) -> FusionEngine:
-    return FusionEngine.load("M", check=False, verdict="ignore", **settings)
-
-
-def from_langchain(**settings: Any) -> FusionEngine:
-    return pytest.importorskip("langchain_qcfuse").ChatQCFuse(model="M", **settings).engine  # type: ignore[no-any-return]
-
-
-def from_llama_index(**settings: Any) -> FusionEngine:
-    package = pytest.importorskip("llama_index.llms.qcfuse")
-    return package.QCFuseLLM(model="M", **settings).engine  # type: ignore[no-any-return]
-
-
 @pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
-@pytest.mark.parametrize("load", [from_python, from_langchain, from_llama_index])
 def test_an_engine_is_compiled_before_its_first_request(
-    load: Callable[..., FusionEngine],
     device: Device,
     tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
@@ -60,6 +39,10 @@ def test_an_engine_is_compiled_before_its_first_request(
     monkeypatch.setattr(LanguageModel, "load", lambda *_, **__: LanguageModel.wrap(models.pop(), tokenizer))
     monkeypatch.setattr(FusionEngine, "compile", lambda engine: compiled.append(engine.lm.device.type))
     monkeypatch.setattr("qcfuse_rag.engine.opening.check_exact_once", lambda lm: None)
+
+    def load(**settings: Any) -> FusionEngine:
+        return FusionEngine.load("M", check=False, verdict="ignore", **settings)
+
     load().close()
     load().close()
     assert compiled == ["cuda"], "not on a CPU"
@@ -67,92 +50,6 @@ def test_an_engine_is_compiled_before_its_first_request(
     load(compiled=False).close()
     load(compiled=True).close()
     assert compiled == ["cuda", "cpu"]
-
-
-def test_the_first_passes_make_the_link_and_compile_for_the_stores_format(
-    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Page-locked memory, its stream, and the kernel for a format of stored numbers wait for no question."""
-    from qcfuse_rag.runtime.kernels import placement  # needs Triton
-
-    links, formats = list[object](), set[object]()
-    make_link, place = TransferLink.__init__, placement.launch_table
-
-    def linked(link: TransferLink, *args: Any) -> None:
-        links.append(link)
-        make_link(link, *args)
-
-    def placed(entries: Any, form: Any, *rest: Any) -> None:
-        formats.add(form.dtype)
-        place(entries, form, *rest)
-
-    monkeypatch.setattr(TransferLink, "__init__", linked)
-    monkeypatch.setattr(placement, "launch_table", placed)
-    monkeypatch.setattr("qcfuse_rag.engine.first_passes._prompt_shapes", lambda lm: [(2, 8, 0.1)])
-    engine = make_engine(
-        LanguageModel.wrap(moved(build_model("llama"), device), tokenizer), MemoryStore(numbers="int8")
-    )
-    formats.clear()  # of the comparison of kernels with their references
-    run_first_passes(engine.runner, engine.prompts)
-    assert len(links) == 1
-    assert [str(dtype) for dtype in formats] == ["torch.int8"]
-    engine.runner.transfers.open()
-    assert len(links) == 1, "a request uses the link that is there"
-
-
-def test_loading_is_timed_by_the_path_that_requests_take(
-    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over the link and by the placement kernel: copies that the host waits for would take ten times as long."""
-
-    def copied(*_: Any, **__: Any) -> None:
-        raise AssertionError("no request on a GPU copies so")
-
-    monkeypatch.setattr("qcfuse_rag.runtime.loading.sources.copy_layer", copied)
-    lm = LanguageModel.wrap(moved(build_model("llama", num_hidden_layers=2), device), tokenizer)
-    engine = make_engine(lm, MemoryStore(numbers="int8"))
-    engine.warm(PASSAGES, bases=(FRAMED,))
-    monkeypatch.setattr("qcfuse_rag.runtime.placement.copy_layer", copied)
-    launched = device.launched["place"]
-    costs = engine.runner.costs()
-    assert costs.load_s > 0
-    assert costs.overlaps
-    assert device.launched["place"] > launched
-
-
-def test_compiling_times_a_fused_prefill_with_recorded_passes(
-    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host's work before and between passes, which is most of a short prompt's time on a GPU."""
-    from qcfuse_rag.engine import first_passes
-
-    monkeypatch.setattr(first_passes, "MANY", 3)  # the interpreter is slow
-    monkeypatch.setattr(first_passes, "TOKENS", 8)
-    seams.measured_passes(monkeypatch, lambda *_: Costs(pass_s=1e-9, row_s=1e-12))
-    seams.measured_loading(monkeypatch, lambda *_: LoadTimes(1e-3, 1e-3))
-    engine = make_engine(
-        LanguageModel.wrap(moved(build_model("llama", num_hidden_layers=1), device), tokenizer), MemoryStore()
-    )
-    assert first_passes.measure_recorded_pass(engine.runner, engine.prompts) is None, "before passes are recorded"
-    engine.runner.prefills.compile(rows=(48,))
-    engine.runner.costs.recorded_pass_s = first_passes.measure_recorded_pass(engine.runner, engine.prompts)
-    assert engine.runner.costs.recorded_pass_s > 1e-4, "lookups take the host some time"
-    assert engine.runner.costs().recorded_pass_s == engine.runner.costs.recorded_pass_s
-    assert engine.runner.with_store(MemoryStore()).costs.recorded_pass_s == engine.runner.costs.recorded_pass_s
-
-
-def test_recorders_do_not_share_a_stream(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch hands out 32 in turn; freeing the graphs of one would free what those of the other multiply in."""
-    streams = itertools.cycle([device.new_stream(), device.new_stream()])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: next(streams))
-    first, second = GraphRecorder(torch.device("cuda", 0)), GraphRecorder(torch.device("cuda", 0))
-    used = {recorder._stream.cuda_stream for recorder in (first, second)}
-    assert len(used) == 2
-    with pytest.raises(RuntimeError, match="streams of cuda:0 are used by recorded graphs"):
-        GraphRecorder(torch.device("cuda", 0))
-    del second
-    third = GraphRecorder(torch.device("cuda", 0))
-    assert {recorder._stream.cuda_stream for recorder in (first, third)} == used
 
 
 @pytest.mark.parametrize("numbers", ["model", "int8"])
@@ -222,16 +119,3 @@ def test_memory_tiers_of_an_engine_on_a_gpu_are_page_locked(
         assert isinstance(chunk, ChunkKV)
         assert chunk.blocks["key.0"].is_pinned() == locked
         store.close()
-
-
-def test_entries_that_cannot_be_page_locked_are_kept_all_the_same(
-    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refused(tensor: Tensor) -> Tensor:
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(device, "pin", refused)
-    store = MemoryStore(pinned=True)
-    store.put(example_key(), example_chunk())
-    assert isinstance(store.get(example_key()), ChunkKV)
-    assert "kept in ordinary memory" in caplog.text

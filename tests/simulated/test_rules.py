@@ -6,9 +6,6 @@ import gc
 
 import pytest
 import torch
-import triton
-import triton.language as tl
-from torch import Tensor
 
 from tests.simulated.device import Device
 
@@ -100,69 +97,6 @@ def test_memory_another_stream_uses_is_not_freed_unless_the_allocator_knows(brok
     del kept
 
 
-@triton.jit
-def shifted(source, into, count, SIZE: tl.constexpr):
-    index = tl.arange(0, SIZE)
-    tl.store(into + index, tl.load(source + index + 1, mask=index < count, other=0.0), mask=index < SIZE)
-
-
-def test_kernels_stay_within_their_operands(device: Device) -> None:
-    source, into = torch.arange(8.0, device=GPU), torch.empty(8, device=GPU)
-    shifted[(1,)](source, into, 7, SIZE=8)
-    assert into.tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
-    with pytest.raises(Exception, match="reads beyond an allocation of 32 bytes"):
-        shifted[(1,)](source, into, 8, SIZE=8)
-    with pytest.raises(Exception, match="not on the device"):
-        shifted[(1,)](torch.arange(8.0), into, 7, SIZE=8)
-
-
-def recorded(compute: object) -> tuple[Tensor, torch.cuda.CUDAGraph]:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
-        try:
-            result = compute()  # type: ignore[operator]
-        finally:
-            graph.capture_end()
-    return result, graph
-
-
-def test_a_graph_computes_when_it_is_replayed_and_over_the_same_memory(device: Device) -> None:
-    source, total, factor = torch.ones(4, device=GPU), torch.zeros(4, device=GPU), [2.0]
-    result, graph = recorded(lambda: total.add_(source * factor[0]) + 1)
-    assert total.tolist() == [0] * 4, "recording changes nothing"
-    assert result.isnan().all()
-    factor[0] = 100.0
-    graph.replay()
-    source.fill_(5)
-    graph.replay()
-    assert result.tolist() == [13] * 4
-
-
-def test_kernels_are_recorded_too(device: Device) -> None:
-    source, into = torch.arange(8.0, device=GPU), torch.zeros(8, device=GPU)
-    _, graph = recorded(lambda: shifted[(1,)](source, into, 7, SIZE=8))
-    assert into.tolist() == [0] * 8
-    source.mul_(2)
-    graph.replay()
-    assert into.tolist() == [2, 4, 6, 8, 10, 12, 14, 0]
-
-
-def test_waiting_operations_are_not_recorded(device: Device) -> None:
-    source = torch.ones(4, device=GPU)
-    for compute in (source.nonzero, source.sum().item, lambda: source[source > 0], lambda: torch.ones(4).to(GPU)):
-        with pytest.raises(RuntimeError, match="synchronizing"):
-            recorded(compute)
-    event, ones = torch.cuda.current_stream().record_event(), source > 0
-    device.strict = True
-    for wait in (source.tolist, event.synchronize, torch.cuda.synchronize, lambda: torch.where(ones)):
-        with pytest.raises(RuntimeError, match="synchronizing"):
-            wait()
-    source[ones] = 0.0
-    device.strict = False
-
-
 def test_the_host_waits_for_blocking_copies_only(device: Device) -> None:
     device.strict = True
     with pytest.raises(RuntimeError, match="synchronizing"):
@@ -176,27 +110,3 @@ def test_the_host_waits_for_blocking_copies_only(device: Device) -> None:
             with pytest.raises(RuntimeError, match="synchronizing"):
                 source.to(GPU)
     device.strict = False
-
-
-def test_memory_of_a_graph_must_not_be_freed(broken: list[str]) -> None:
-    def doubling() -> tuple[Tensor, torch.cuda.CUDAGraph]:
-        source = torch.ones(4, device=GPU)
-        return recorded(lambda: source * 2)
-
-    _, graph = doubling()
-    gc.collect()
-    graph.replay()
-    assert broken[0].startswith("a graph is replayed over memory that is free")
-
-
-def test_intermediate_memory_of_a_graph_is_reused_by_others(device: Device) -> None:
-    """Graphs of a pool share memory that no tensor refers to any more."""
-    source, kept = torch.ones(4, device=GPU), []
-    result, graph = recorded(lambda: (kept.append(source * 2), kept[0] + 1)[1])
-    graph.replay()
-    assert kept[0].tolist() == [2] * 4
-    inner = kept[0].inner
-    kept.clear()
-    graph.replay()
-    assert result.tolist() == [3] * 4
-    assert inner.isnan().all()
