@@ -210,11 +210,7 @@ class Healing:
 
     @torch.inference_mode()
     def _compute(self, answer: Sequence[int], stop: int, *, step: bool = False) -> Tensor:
-        """Compute the rows up to `stop` and, for a step, that of the last token.
-
-        Returns:
-            `[K, vocabulary]` logits of the rows from the prompt's last row on, which are the last `K` rows of the pass.
-        """
+        """Compute the rows up to `stop` and, for a step, that of the last token."""
         lm, length, runner = self._runner.lm, len(self._prompt), self._runner
         last = length + len(answer) - 1
         rows = [*range(self.healed, stop), *([last] if step else [])]

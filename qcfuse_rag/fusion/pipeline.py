@@ -284,10 +284,6 @@ def _exact_tokens(fused: FusedPrompt, recomputed: Collection[int]) -> int:
     """Return the first position whose keys and values are not full prefill's; the prompt's length if there is none.
 
     A chunk counts as exact only as it was stored, and not from a quantized store.
-
-    Args:
-        fused: the prompt with its rows computed.
-        recomputed: reused positions that were recomputed in all layers.
     """
     if fused.prefix_exact < fused.prefix_tokens:
         return fused.prefix_exact
