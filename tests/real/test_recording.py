@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import LanguageModel
-from qcfuse_rag.runtime.fused_layers.few_row_products import FewRowProduct
-from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view, fused_view_first
+from qcfuse_rag.runtime.fused_layers.fused_modules import FewRowProduct, fused_view, fused_view_first
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from tests.support import seams
 from tests.support.recorders import AgainAndAgain

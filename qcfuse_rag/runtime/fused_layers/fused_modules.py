@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qcfuse_rag.runtime.fused_layers.comparison import agree
-from qcfuse_rag.runtime.fused_layers.few_row_products import OUTPUT, PROJECTIONS, FewRowProducts, few_row_products
 from qcfuse_rag.runtime.model_views import ModuleProxy
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.fused_layers.pointwise import Norm
+
 
 GATED = {"gate_proj", "up_proj", "down_proj"}
 """Names of the parts of a gated feed-forward network in transformers' models."""
@@ -34,6 +33,11 @@ SMALL, LARGE, REPEATS = (0.002, 0.03), (1.0, 30.0), 18
 number that a norm adds to the mean square, large rows a gate that is cut off."""
 ROWS, FEW = 3, 16
 """Rows to compare rotations on, and products of a few rows."""
+
+PROJECTIONS, OUTPUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
+"""Names of the parts in transformers' models."""
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Largest relative error of a row: one function rounds once, the other several times."""
 
 LOG = logging.getLogger(__name__)
 
@@ -96,6 +100,59 @@ class FusedGate(ModuleProxy):
         if self._few_row_kernels and supports(args[0], weights):
             return self._down.product(0, gate_projected(args[0], *weights, self.activation))
         return parts.down_proj(gated(parts.gate_proj(args[0]), parts.up_proj(args[0]), self.activation))
+
+
+class FewRowProducts:
+    """Multiplies rows with several weights at once, when the product with the first weight is asked for.
+
+    Args:
+        linears: matrix products over the same channels, all with biases or all without.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self._linears = linears
+        self._last: tuple[Tensor, list[Tensor]] | None = None
+
+    def product(self, index: int, rows: Tensor) -> Tensor:
+        """Return the product of rows with one of the weights. Many rows are multiplied with this weight alone."""
+        from qcfuse_rag.runtime.fused_layers.skinny_products import projected, supports
+
+        last = self._last
+        if last is None or last[0] is not rows:
+            weights = [linear.weight for linear in self._linears]
+            if not supports(rows, weights):
+                return self._linears[index](rows)  # type: ignore[no-any-return]
+            biases = [linear.bias for linear in self._linears if linear.bias is not None]
+            last = self._last = rows, projected(rows, weights, biases or None)
+        if index == len(self._linears) - 1:
+            self._last = None  # hold no memory between passes
+        return last[1][index]
+
+
+class FewRowProduct(ModuleProxy):
+    """View of a matrix product that is computed together with others.
+
+    Args:
+        inner: the model's own module.
+        joint: computes the products.
+        index: index of this product.
+    """
+
+    def __init__(self, inner: nn.Module, joint: FewRowProducts, index: int) -> None:
+        super().__init__(inner)
+        self._joint, self._index = joint, index
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the product."""
+        if kwargs or len(args) != 1:
+            return self.inner(*args, **kwargs)
+        return self._joint.product(self._index, args[0])
+
+
+def few_row_products(linears: Sequence[nn.Linear]) -> list[FewRowProduct]:
+    """Return views of matrix products over the same rows. Callers must use them in this order."""
+    joint = FewRowProducts(linears)
+    return [FewRowProduct(linear, joint, index) for index, linear in enumerate(linears)]
 
 
 def fused_view_first(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
@@ -288,3 +345,27 @@ def _rotates_all(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and cos.dtype == sin.dtype
         and query.stride(3) == key.stride(3) == 1
     )
+
+
+def agree(own: Callable[..., Any], other: Callable[..., Any], *given: Tensor) -> bool:
+    """Return whether both functions return the same for the same arguments; False if one of them raises."""
+    try:
+        pairs = list(zip(_listed(own(*given)), _listed(other(*given)), strict=True))
+    except Exception as error:  # a model's code may raise anything
+        LOG.info("%s cannot be compared: %s: %s", type(own).__name__, type(error).__name__, error)
+        return False
+    return all(
+        found.shape == expected.shape and found.dtype == expected.dtype and _near(found, expected)
+        for expected, found in pairs
+    )
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    """Compare row by row; rows with values beyond the dtype's range do not count."""
+    error, size = ((found - expected).float().norm(dim=-1), expected.float().norm(dim=-1))
+    finite = size.isfinite()
+    return bool(finite.any()) and bool((error[finite] <= TOLERANCE.get(expected.dtype, 0.0) * size[finite]).all())
+
+
+def _listed(found: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else list(found)

@@ -17,8 +17,13 @@ from tests.support.recorders import DEVICE
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.runtime.fused_layers.few_row_products import FewRowProduct
-from qcfuse_rag.runtime.fused_layers.fused_modules import FusedGate, FusedNorm, fused_view, fused_view_first
+from qcfuse_rag.runtime.fused_layers.fused_modules import (
+    FewRowProduct,
+    FusedGate,
+    FusedNorm,
+    fused_view,
+    fused_view_first,
+)
 
 IDS = torch.tensor([[5, 9, 200, 3, 77]], device=DEVICE)
 LAYERS = 4

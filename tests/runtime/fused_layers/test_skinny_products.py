@@ -10,7 +10,7 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from qcfuse_rag.runtime.fused_layers import skinny_products
-from qcfuse_rag.runtime.fused_layers.few_row_products import few_row_products
+from qcfuse_rag.runtime.fused_layers.fused_modules import few_row_products
 from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS
 from qcfuse_rag.runtime.fused_layers.skinny_products import MAX_ROWS, gate_projected, projected, supports
 from tests.support.recorders import DEVICE
