@@ -98,24 +98,27 @@ def fuse_in_parts(
     check_window(runner.lm, prompt, answer_tokens)
     started = time.perf_counter()
     wait_budget = WaitBudget(runner.load_limit_s)
-    plan, decision = _decide(runner, prompt, method, wait_budget, 0 if lease is None else lease.held)
-    if plan is None and lease is not None:
-        lease.keep_exact_only()  # full prefill is exact
-    lookups = None if plan is None else Lookups(plan, wait_budget)
-    method = method.as_full_prefill if plan is None else method
-    attempt = FuseAttempt(runner, method, lease, part_rows, lookups, wait_budget, decision, started)
-    retried = False
-    while True:  # every turn does without at least one entry more
-        fused = FusedPrompt.empty(runner, prompt, len(prompt) + answer_tokens)
-        try:
-            return (yield from attempt.run(fused, wait_first=retried))
-        except LateMissError as late:
-            assert lookups is not None
-            lookups.reject(late)
-            retried = True
-        finally:
-            fused.stop()
-        del fused  # free its buffer before the next one is allocated
+    try:
+        plan, decision = _decide(runner, prompt, method, wait_budget, 0 if lease is None else lease.held)
+        if plan is None and lease is not None:
+            lease.keep_exact_only()  # full prefill is exact
+        lookups = None if plan is None else Lookups(plan, wait_budget)
+        method = method.as_full_prefill if plan is None else method
+        attempt = FuseAttempt(runner, method, lease, part_rows, lookups, wait_budget, decision, started)
+        retried = False
+        while True:  # every turn does without at least one entry more
+            fused = FusedPrompt.empty(runner, prompt, len(prompt) + answer_tokens)
+            try:
+                return (yield from attempt.run(fused, wait_first=retried))
+            except LateMissError as late:
+                assert lookups is not None
+                lookups.reject(late)
+                retried = True
+            finally:
+                fused.stop()
+            del fused  # free its buffer before the next one is allocated
+    finally:
+        wait_budget.close()
 
 
 def check_window(lm: LanguageModel, prompt: Prompt, answer_tokens: int) -> None:

@@ -216,25 +216,23 @@ def test_several_chunks_that_break_one_after_the_other_all_end_in_full_prefill(
 def test_a_store_that_hangs_costs_its_limit_and_nothing_else(
     llama: LanguageModel, store: WatchedStore, where: str
 ) -> None:
-    engine, released = make_engine(llama, store, load_limit_s=0.5), threading.Event()
+    engine, released, returned = make_engine(llama, store, load_limit_s=0.5), threading.Event(), list[bool]()
     engine.warm(PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
     stuck = {"ranking": "ranking", "first layer": "key.0", "last layer": f"key.{llama.n_layers - 1}"}.get(where)
 
     def hang() -> None:
-        released.wait(30)
+        returned.append(released.wait(30))
 
     if stuck is None:
         store.seek = hang
     else:
         store.before = lambda name: hang() if name == stuck else None
     try:
-        began = time.perf_counter()
         done = engine.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
-        took = time.perf_counter() - began
+        assert not returned, "nobody waited for the store to go on"
     finally:
         released.set()
-    assert took < 10
     assert torch.allclose(done.logits, references.plain_forward(llama, prompt.ids)[0][-1], atol=1e-4)
     assert done.report.fallback is not None
     assert done.report.fallback.startswith("3 of 3 passages computed in full: ")
@@ -249,12 +247,9 @@ def test_the_default_methods_guard_has_the_same_limit(
     prompt = engine.prompt(QUESTION, PASSAGES)
     monkeypatch.setattr(WatchedStore, "__contains__", lambda store, key: released.wait(30))
     try:
-        began = time.perf_counter()
         done = engine.prefill(prompt)
-        took = time.perf_counter() - began
     finally:
         released.set()
-    assert took < 10
     assert done.report.fallback == "everything is computed: the store gave no answer within 0.5 s"
 
 
@@ -271,9 +266,7 @@ def test_a_slow_store_after_damage_has_only_the_rest_of_the_limit(engine: Fusion
 
     store.before = before
     prompt = limited.prompt(QUESTION, PASSAGES)
-    began = time.perf_counter()
     done = limited.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
-    assert time.perf_counter() - began < 10
     assert done.report.timings.load_s < 4.0  # 1.6 before the damage, and what is left of 3
     assert min(done.report.timings.stages.values()) >= 0, "waits before probing are not part of the probe"
     assert torch.allclose(done.logits, references.plain_forward(engine.lm, prompt.ids)[0][-1], atol=1e-4)

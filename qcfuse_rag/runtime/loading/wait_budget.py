@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
 
+Tasks = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
+
 
 class WaitBudget:
-    """The seconds that one request may wait in total.
+    """The seconds that one request may wait in total. With a limit, the store is called in a thread, until `close`.
 
     Args:
         limit_s: the budget in seconds; None sets no limit.
@@ -26,6 +29,7 @@ class WaitBudget:
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
+        self._tasks: Tasks | None = None
         self.waited_s = 0.0
 
     @property
@@ -48,40 +52,47 @@ class WaitBudget:
             self.waited_s += time.perf_counter() - began
 
     def call(self, ask: Callable[[], T]) -> T:
-        """Call a function of the store, within the budget; see `call_with_timeout`.
+        """Call a function of the store that may hang.
 
         Raises:
-            TimeoutError: if it does not return within the seconds left.
+            TimeoutError: if it does not return within the seconds left. The thread then stays in it, not waited for.
         """
+        left_s, outcome = self.left_s, Future[T]()
         with self.waiting():
-            return call_with_timeout(self.left_s, ask)
+            if left_s is None:
+                return ask()
+            if self._tasks is None:
+                self._tasks = SimpleQueue()
+                threading.Thread(target=_work, args=(self._tasks,), name="qcfuse-lookup", daemon=True).start()
+            self._tasks.put((ask, outcome))
+            try:
+                return outcome.result(left_s)
+            except TimeoutError:
+                if outcome.done():  # the call raised the error itself, or it has just ended
+                    return outcome.result()
+                raise TimeoutError(f"no answer within {left_s:g} s") from None
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._tasks is not None:
+            self._tasks.put(None)
 
 
 def call_with_timeout(limit_s: float | None, call: Callable[[], T]) -> T:
-    """Call a function that may hang, in a separate thread if there is a limit.
+    """Call a function that may hang, at most so many seconds; see `WaitBudget.call`."""
+    budget = WaitBudget(limit_s)
+    try:
+        return budget.call(call)
+    finally:
+        budget.close()
 
-    Args:
-        limit_s: most seconds to wait; None sets no limit.
-        call: the function.
 
-    Raises:
-        TimeoutError: if it does not return in time; its thread keeps running and is not waited for.
-    """
-    if limit_s is None:
-        return call()
-    outcome: Future[T] = Future()
-
-    def run() -> None:
+@torch.inference_mode()
+def _work(tasks: Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        call, outcome = task
         try:
-            with torch.inference_mode():
-                outcome.set_result(call())
+            outcome.set_result(call())
         except BaseException as error:
             outcome.set_exception(error)
-
-    threading.Thread(target=run, name="qcfuse-lookup", daemon=True).start()
-    try:
-        return outcome.result(limit_s)
-    except TimeoutError:
-        if outcome.done():  # the call raised the error itself, or it has just ended
-            return outcome.result()
-        raise TimeoutError(f"no answer within {limit_s:g} s") from None
+        del task, call, outcome  # keeps nothing alive that the next call waits for
