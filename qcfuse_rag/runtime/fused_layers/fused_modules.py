@@ -43,13 +43,7 @@ LOG = logging.getLogger(__name__)
 
 
 class FusedNorm(ModuleProxy):
-    """Root mean square normalisation in one kernel.
-
-    Args:
-        inner: the model's own.
-        eps: added to the mean square.
-        offset: added to the weight.
-    """
+    """Root mean square normalisation in one kernel; `eps` is added to the mean square, `offset` to the weight."""
 
     def __init__(self, inner: nn.Module, eps: float, offset: float) -> None:
         super().__init__(inner)
@@ -105,8 +99,7 @@ class FusedGate(ModuleProxy):
 class FewRowProducts:
     """Multiplies rows with several weights at once, when the product with the first weight is asked for.
 
-    Args:
-        linears: matrix products over the same channels, all with biases or all without.
+    All are products over the same channels, all with biases or all without.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -130,13 +123,7 @@ class FewRowProducts:
 
 
 class FewRowProduct(ModuleProxy):
-    """View of a matrix product that is computed together with others.
-
-    Args:
-        inner: the model's own module.
-        joint: computes the products.
-        index: index of this product.
-    """
+    """View of a matrix product that is computed together with others."""
 
     def __init__(self, inner: nn.Module, joint: FewRowProducts, index: int) -> None:
         super().__init__(inner)

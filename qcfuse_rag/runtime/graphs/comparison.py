@@ -87,10 +87,8 @@ class LayerComparison:
     """Runs each of the model's own layers on the hidden states that the view's layer received.
 
     Returns the view's result, so errors do not accumulate. Logits that are computed from the last layer's result are
-    the logits of the model's own head over the view's hidden states.
-
-    Args:
-        trace: a pass of the view, over the same rows and perhaps others: further requests, or rows before these.
+    the logits of the model's own head over the view's hidden states. The trace may be of further requests, and of rows
+    before these.
 
     Attributes:
         errors: of the embeddings and of each layer so far; see `ALLOWED`.

@@ -58,16 +58,10 @@ class LayerGraph:
 
 
 class LayerGraphs:
-    """The layers of a model, recorded for a number of rows.
+    """The layers of a model, or of a view that computes the same, recorded for a number of rows.
 
-    Args:
-        lm: the model.
-        model: the model to record: `lm.model` or a view that computes the same.
-        n_rows: the number of rows.
-        recorder: records each layer.
-        request: the table of one request. All graphs share it and the views, because only one runs at a time.
-        views: views of the model.
-        memory: tensors by purpose and shape. Graphs of fewer rows share those of more rows, which are recorded first.
+    All graphs share the table of one request and the views, because only one runs at a time. Graphs of fewer rows share
+    the `memory` of more rows, which are recorded first: tensors by purpose and shape.
     """
 
     @torch.inference_mode()

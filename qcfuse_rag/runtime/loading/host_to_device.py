@@ -35,11 +35,7 @@ class CopyEvent(Protocol):
 
 
 class PinnedRing:
-    """A ring of memory; a range is handed out again after the copy that read it has ended.
-
-    Args:
-        memory: `[n]` uint8.
-    """
+    """A ring of `[n]` uint8 memory; a range is handed out again after the copy that read it has ended."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -85,11 +81,7 @@ def copy_bytes(target: Tensor, source: Tensor) -> None:
 
 
 class TransferLink:
-    """An engine's link to its device: one ring and one stream, used by one transfer at a time.
-
-    Args:
-        device: a CUDA device.
-    """
+    """An engine's link to its CUDA device: one ring and one stream, used by one transfer at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -101,11 +93,7 @@ class TransferLink:
 
 
 class TransferOpener:
-    """Opens the transfers of an engine's requests. All use one link, which the first of them makes.
-
-    Args:
-        lm: the model.
-    """
+    """Opens the transfers of an engine's requests. All use one link, which the first of them makes."""
 
     def __init__(self, lm: LanguageModel) -> None:
         self._lm = lm
@@ -123,11 +111,7 @@ class TransferOpener:
 
 
 class HostToDevice:
-    """Copies one request's blocks over a link. The thread that reads the blocks calls it.
-
-    Args:
-        link: the engine's link.
-    """
+    """Copies one request's blocks over a link. The thread that reads the blocks calls it."""
 
     def __init__(self, link: TransferLink) -> None:
         self._link, self.device = link, link.device

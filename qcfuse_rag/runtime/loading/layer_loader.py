@@ -42,14 +42,7 @@ class LayerLoader:
     Chunks in page-locked memory are sent by several layers at once, the first layer alone; see `slab_source`. Others
     are sent layer by layer; see `block_source`. Chunks that are all on the device need neither a transfer nor a thread.
 
-    The thread that computes calls `wait` and `stop`.
-
-    Args:
-        buffer: receives the chunks.
-        ropes: rotation of each layer.
-        chunks: the chunks.
-        transfer: copies the blocks to the buffer's device; None if placement does so.
-        wait_budget: the request's budget for waits.
+    The thread that computes calls `wait` and `stop`. Without a `transfer`, placement copies blocks to the device.
 
     Attributes:
         waits: waits of passes so far.

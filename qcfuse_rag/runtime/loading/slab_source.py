@@ -27,14 +27,7 @@ Forms = tuple[tuple[BlockForm, BlockForm], ...]
 
 
 class SlabSource:
-    """A `LayerSource` of chunks of one format, each in an allocation of its own.
-
-    Args:
-        buffer: receives the chunks.
-        ropes: rotation of each layer.
-        chunks: the chunks; see `slabs_by_format`.
-        transfer: copies the allocations to the buffer's device, unless they are there.
-    """
+    """A `LayerSource` of chunks of one format, each in an allocation of its own; see `slabs_by_format`."""
 
     joins_layers = True
 

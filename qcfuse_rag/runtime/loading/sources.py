@@ -85,13 +85,8 @@ class LayerSource(Protocol):
 class BlockSource:
     """A `LayerSource` of chunks behind a store, or in memory.
 
-    To read blocks takes longer than to start their copies, so each layer is sent as soon as it is read.
-
-    Args:
-        buffer: receives the chunks.
-        ropes: rotation of each layer.
-        chunks: the chunks.
-        transfer: copies the blocks to the buffer's device; None if placement does so.
+    To read blocks takes longer than to start their copies, so each layer is sent as soon as it is read. Without a
+    `transfer`, placement copies the blocks to the device.
     """
 
     needs_thread = True
@@ -120,7 +115,7 @@ class BlockSource:
 
     @property
     def joins_layers(self) -> bool:
-        """Whether several layers may be placed by the same launch.
+        """See `LayerSource`.
 
         Without a placement kernel no launch is saved, and keys are best placed just before they are used. Low-rank
         blocks grow to full size when they are placed, and there is memory for one layer of those.
