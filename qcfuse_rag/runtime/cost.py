@@ -34,7 +34,7 @@ from qcfuse_rag.runtime.loading.sources import LateMissError, LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget, call_with_timeout
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.backends.base import KVStore, Miss
-from qcfuse_rag.store.backends.index_database import INDEX_FAILURES
+from qcfuse_rag.store.backends.index import INDEX_FAILURES
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import BASES, BLIND
