@@ -26,21 +26,6 @@ def test_nothing_is_encrypted_twice_in_the_same_way() -> None:
     assert first[-16:] != other[-16:]
 
 
-def test_a_sealed_entry_is_refused_under_another_secret() -> None:
-    with pytest.raises(CorruptEntry, match="written under another secret"):
-        opened(written(example_chunk(), StoreCipher(SECRET)), StoreCipher(b"another secret of enough bytes"))
-
-
-def test_a_sealed_entry_is_refused_without_a_secret() -> None:
-    with pytest.raises(CorruptEntry, match="is encrypted and no secret was given"):
-        opened(written(example_chunk(), StoreCipher(SECRET)))
-
-
-def test_a_plain_entry_is_refused_where_entries_are_sealed() -> None:
-    with pytest.raises(CorruptEntry, match="is not encrypted, in a store that is"):
-        opened(written(example_chunk()), StoreCipher(SECRET))
-
-
 def test_a_changed_header_is_refused_even_if_its_checksum_was_made_right() -> None:
     data = written(example_chunk(), StoreCipher(SECRET))
     header = bytearray(data[64 : 64 + int.from_bytes(data[16:20], "little")])

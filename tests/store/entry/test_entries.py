@@ -51,33 +51,10 @@ def test_any_shape_is_read_back_whole_and_in_ranges(data: st.DataObject) -> None
     assert_same(found, chunk)
 
 
-@pytest.mark.parametrize("cipher", CIPHERS.values(), ids=CIPHERS)
-@pytest.mark.parametrize("numbers", STORE_FORMATS)
-def test_every_block_starts_at_a_multiple_of_4096_behind_the_one_before(
-    numbers: str, cipher: StoreCipher | None
-) -> None:
-    header, _ = opened(written(to_format(example_chunk(n_tokens=300), numbers), cipher), cipher)
-    ends = [0, *(block.end for block in header.blocks)]
-    assert header.start % 4096 == 0
-    for block, end in zip(header.blocks, ends, strict=False):
-        assert block.offset % 4096 == 0
-        assert end <= block.offset < end + 4096
-
-
 def test_what_a_probe_reads_comes_first() -> None:
     header, _ = opened(written(replace(example_chunk(), probe_layers=(2, 1))))
     names = [block.name for block in header.blocks]
     assert names == ["ranking", "key.2", "key.1", "key.0", "value.0", "value.1", "value.2"]
-
-
-def test_scales_stand_before_the_numbers_they_are_for() -> None:
-    header, _ = opened(written(to_format(example_chunk(), "int8")))
-    assert [block.name for block in header.blocks][:5] == ["ranking", "key.1.scale", "key.1", "key.0.scale", "key.0"]
-
-
-def test_the_time_at_which_it_expires_is_kept() -> None:
-    header, found = opened(written(example_chunk().with_expiry(4e9)))
-    assert (header.expires, found.expires) == (4e9, 4e9)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +74,6 @@ def test_a_range_of_rows_reads_its_pieces_and_no_others(
     last = 300 * (2 * 8 * 4) + 3 * tag
     begin = header.start + block.offset
     assert source.ranges == [(begin + pieces[0] * piece, begin + min(pieces[1] * piece, last))]
-
-
-def test_opening_reads_no_block() -> None:
-    source = CountingSource(written(example_chunk()))
-    header, _ = open_chunk(source)
-    assert max(stop for _, stop in source.ranges) <= header.start
 
 
 def test_no_rows_read_nothing() -> None:
@@ -145,8 +116,3 @@ def test_no_changed_byte_goes_unnoticed_unless_it_is_padding(position: int, chan
 def test_a_truncated_entry_is_refused(length: int) -> None:
     with pytest.raises(CorruptEntry, match="truncated"):
         opened(written(example_chunk())[:length])
-
-
-def test_an_entry_with_something_behind_it_is_refused() -> None:
-    with pytest.raises(CorruptEntry, match="bytes of"):
-        opened(written(example_chunk()) + b"\0")
