@@ -57,10 +57,6 @@ class CheckReport:
 def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
     """Read and check every entry, and make the index agree with the files. May run while the store is in use.
 
-    Args:
-        store: the store.
-        progress: called after every entry.
-
     Raises:
         StoreError: if the store cannot be written.
     """

@@ -235,15 +235,7 @@ class CountsUses(Protocol):
 def open_entry(
     store: KVStore, read: Callable[[], EntryBytes], address: str, key: ChunkKey | None, cipher: StoreCipher | None
 ) -> tuple[ChunkKey, ChunkKV] | Miss:
-    """Open the bytes of a store's entry; a damaged or expired one is discarded.
-
-    Args:
-        store: whose entry.
-        read: returns the bytes; raises `FileNotFoundError` if there are none.
-        address: of the entry.
-        key: the key asked for, or None if only its address is known.
-        cipher: of the store, if it is encrypted.
-    """
+    """Open the bytes of a store's entry; a damaged or expired one is discarded."""
     try:
         header, chunk = open_chunk(read(), cipher)
         check_key(header.key, key, address)

@@ -65,11 +65,6 @@ class StoreSettings:
 def resolve_settings(files: StoreFiles, given: dict[str, Any], cipher: StoreCipher | None) -> StoreSettings:
     """Return a store's settings: those given, else those kept with it, else the defaults; then keep them.
 
-    Args:
-        files: of the store.
-        given: settings by name; None stands for not given.
-        cipher: of the secret that was given, if any.
-
     Raises:
         StoreError: if the settings cannot be read, or the store is encrypted under another secret, or encrypted and
             no secret was given, or the other way round.

@@ -43,11 +43,7 @@ FILES_BESIDE = re.compile(
 
 
 class StoreFiles:
-    """Names, writes, renames and removes the files of a store.
-
-    Args:
-        folder: of the store.
-    """
+    """Names, writes, renames and removes the files of a store."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

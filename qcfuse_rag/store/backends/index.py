@@ -160,9 +160,6 @@ class Index:
     def transact(self, *, timeout_s: float | None = None) -> Iterator[None]:
         """Lock the index against all other writers, and commit or roll back all changes together.
 
-        Args:
-            timeout_s: longest time to wait for another writer; None for `BUSY_TIMEOUT_S`.
-
         Raises:
             sqlite3.Error: if the index cannot be locked or written.
             IndexReplaced: if the file of the index is another one.
@@ -295,13 +292,6 @@ class Reservation:
 
 class DiskQuota:
     """Keeps the files of a store within its limit.
-
-    Args:
-        index: of the store.
-        files: of the store.
-        limit_bytes: most bytes the files may take together.
-        worth: eviction policy.
-        cipher: opens the headers of encrypted entries.
 
     Attributes:
         evicted: number of entries evicted.

@@ -28,12 +28,7 @@ class QueuedChunk:
 
 
 class WriteBehind:
-    """Writes chunks on its own thread, in order; `put` waits while the queue is full.
-
-    Args:
-        store: to write to.
-        limit_bytes: most bytes to queue; one chunk may always be queued, however large.
-    """
+    """Writes chunks on its own thread, in order; `put` waits while the queue is full."""
 
     def __init__(self, store: KVStore, limit_bytes: int) -> None:
         self._store, self._limit = store, limit_bytes

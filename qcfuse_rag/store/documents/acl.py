@@ -31,12 +31,7 @@ AND (
 
 
 def may_be_built_on(readers: frozenset[str], origin_readers: frozenset[str]) -> bool:
-    """Return whether a passage's cache may be prefilled behind another passage, its origin.
-
-    Args:
-        readers: tags of the passage's readers; empty if it belongs to no document, so that they are not known.
-        origin_readers: tags of the origin's readers.
-    """
+    """Return whether a cache may be prefilled behind its origin; a passage without document has no known readers."""
     return EVERYBODY in origin_readers or (bool(readers) and readers <= origin_readers)
 
 
@@ -77,11 +72,6 @@ def set_tag(database: sqlite3.Connection, source: str, tag: str | None) -> None:
 
 
 def mark_acl_violations(database: sqlite3.Connection, passages: Iterable[str]) -> None:
-    """Mark entries as unwanted that `may_be_built_on` forbids now.
-
-    Args:
-        database: the manifest.
-        passages: whose readers may have changed.
-    """
+    """Mark entries as unwanted that `may_be_built_on` forbids now."""
     if database.execute("SELECT 1 FROM access LIMIT 1").fetchone():
         database.executemany(MARK_VIOLATIONS, [(passage,) for passage in passages])

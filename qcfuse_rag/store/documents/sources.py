@@ -29,10 +29,6 @@ class Derivations:
     """The origins of a store's entries: the passages that each was computed from.
 
     Every method raises `StoreError` if the manifest cannot be read or written.
-
-    Args:
-        manifest: of the store.
-        store: whose entries.
     """
 
     def __init__(self, manifest: Manifest, store: KVStore) -> None:
@@ -106,10 +102,6 @@ class Garbage:
     """The entries of a store that are marked unwanted in its manifest.
 
     Every method raises `StoreError` if the manifest cannot be read or written.
-
-    Args:
-        manifest: of the store.
-        store: whose entries are removed.
     """
 
     def __init__(self, manifest: Manifest, store: KVStore) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -19,8 +22,57 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.codec import PREAMBLE, Preamble, check_piece, read_header
 from qcfuse_rag.store.entry.encryption import EntryCipher, StoreCipher
 from qcfuse_rag.store.entry.header import ROWS_PER_PIECE, BlockRange, Header
-from qcfuse_rag.store.entry.mapping import PrivateMapping
 from qcfuse_rag.store.key import ChunkKey
+
+MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class PrivateMapping:
+    """The bytes of a file in writable memory. Changes stay in this process.
+
+    The memory stays mapped as long as anything uses it, such as a view or a tensor made of a view.
+
+    Attributes:
+        view: the bytes.
+
+    Raises:
+        OSError: if the file cannot be mapped.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        address = _c_library().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)
+        if address == MAP_FAILED:
+            raise _last_error()
+        self._address: int = address
+        memory = (ctypes.c_ubyte * size).from_address(address)
+        # Not at exit: other threads may still use the memory then.
+        weakref.finalize(memory, _c_library().munmap, address, size).atexit = False
+        self.view = memoryview(memory).cast("B")
+
+    def advise(self, advice: int, start: int, stop: int) -> None:
+        """Advise the system about a range of the bytes, see `madvise`; `start` is a multiple of the page size.
+
+        Raises:
+            OSError: if the system does not know the advice, or a page of the range cannot be read.
+        """
+        if _c_library().madvise(self._address + start, stop - start, advice):
+            raise _last_error()
+
+
+@cache
+def _c_library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
 
 MADV_POPULATE_READ, MADV_HUGEPAGE = 22, 14
 """Linux's numbers, the first from Linux 5.14 on. Python does not name the first, and the second on Linux only."""
@@ -145,26 +197,14 @@ def open_chunk(entry: EntryBytes, cipher: StoreCipher | None = None) -> tuple[He
 
 
 def check_key(stored: ChunkKey, key: ChunkKey | None, address: str) -> None:
-    """Raise `CorruptEntry`, with what differs, unless an entry has the key that was asked for.
-
-    Args:
-        stored: the key in the entry.
-        key: the key asked for, or None if only its address is known.
-        address: the address asked for.
-    """
+    """Raise `CorruptEntry`, with what differs, unless an entry has the key that was asked for."""
     if (key is None and stored.address == address) or stored == key:
         return
     raise CorruptEntry(f"entry of another chunk: {', '.join(key.differences(stored) if key else ['address'])} differ")
 
 
 class StoredBlocks(Blocks):
-    """The blocks of an entry as tensors, checked when they are first read.
-
-    Args:
-        entry: the entry.
-        header: its header.
-        cipher: of the entry, or None if it is not encrypted.
-    """
+    """The blocks of an entry as tensors, checked when they are first read."""
 
     def __init__(self, entry: EntryBytes, header: Header, cipher: EntryCipher | None) -> None:
         self._entry, self._start, self._cipher = entry, header.start, cipher
