@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.samples import Example, Sample
 from qcfuse_rag.bundled import corpus, questions
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.verification.samples import Example, Sample
 
 EXPECTED = (
     'expected {"question": ..., "passages": [text or {"title", "text"}, ...], "answers": [...]} or {"input": ..., '

@@ -6,8 +6,8 @@ from .engine.scheduler import SchedulerSettings as SchedulerSettings
 from .errors import QCFuseError as QCFuseError
 from .fusion.method import Method as Method
 from .fusion.report import FusionReport as FusionReport
-from .generation.decode import Generation as Generation
-from .generation.decode import TextStream as TextStream
+from .generation.decoding import Generation as Generation
+from .generation.decoding import TextStream as TextStream
 from .generation.sampling_params import SamplingParams as SamplingParams
 from .ingestion.summary import WarmSummary as WarmSummary
 from .methods import METHODS as METHODS

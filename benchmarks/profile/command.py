@@ -10,6 +10,7 @@ from benchmarks.options import ProfileOptions
 from benchmarks.profile.measure import profile_layers
 from benchmarks.quality.tables import new_figure
 from benchmarks.questions import demo_samples, read_samples
+from benchmarks.samples import Sample
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, status
 from qcfuse_rag.cli.library import with_settings
@@ -19,7 +20,6 @@ from qcfuse_rag.library.folder import existing_store_folder
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.runtime.language_model import default_critical_layers
 from qcfuse_rag.runtime.layer_profile import PROFILE_FILE, LayerProfile
-from qcfuse_rag.verification.samples import Sample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.samples import Sample, find_answers
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import ProfileError
 from qcfuse_rag.fusion.state import FusedPrompt
+from qcfuse_rag.generation.completion import end_tokens
 from qcfuse_rag.generation.sampling_params import SamplingParams
-from qcfuse_rag.generation.stop_criteria import end_tokens
 from qcfuse_rag.methods.full import full
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role
@@ -23,7 +24,6 @@ from qcfuse_rag.runtime.layer_profile import LayerProfile, choose_layers
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.samples import Sample, find_answers
 
 
 def answer_positions(prompts: PromptBuilder, prompt: Prompt, sample: Sample) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from benchmarks.quality.run import run_questions
 from benchmarks.quality.summary import summarize
 from benchmarks.quality.tables import markdown
 from benchmarks.questions import BadDataset, first_passages, passage_texts, read_dataset
+from benchmarks.samples import Example
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
@@ -29,9 +30,7 @@ from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.store.entry.encryption import environment_cipher
-from qcfuse_rag.verification.checks import ruler_examples
-from qcfuse_rag.verification.ruler import TASKS
-from qcfuse_rag.verification.samples import Example
+from qcfuse_rag.verification.cases import TASKS, ruler_cases
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +146,19 @@ def read_examples(options: QualityOptions, engine: FusionEngine) -> tuple[list[E
                 ]
         else:
             haystack = list(dict.fromkeys(passage_texts(options.data_dir))) or list(corpus().values())
-            dataset = ruler_examples(engine, name, options.size, options.ruler_tokens, haystack, options.seed)
+            cases = ruler_cases(engine, name, options.size, options.ruler_tokens, haystack, options.seed)
+            dataset = [
+                Example(
+                    case.question,
+                    case.passages,
+                    case.expected,
+                    id=str(number),
+                    dataset=name,
+                    needs_all=True,
+                    max_new_tokens=case.max_new_tokens,
+                )
+                for number, case in enumerate(cases)
+            ]
             sources[name] = f"generated {options.ruler_tokens} {digest(chr(0).join(haystack).encode())}"
         if options.top_k is not None:
             dataset = [first_passages(example, options.top_k) for example in dataset]

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.verification.checks import string_match
+from qcfuse_rag.verification.cases import string_match
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -11,9 +11,9 @@ from typing import Any
 
 from benchmarks.quality.configurations import Configuration
 from benchmarks.quality.offline import OfflineCost, depends_on_neighbours
+from benchmarks.samples import Example
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.fingerprint import digest
-from qcfuse_rag.verification.samples import Example
 
 Record = dict[str, Any]
 RecordKey = tuple[str, str, str, str | None, float | None]  # `(dataset, id, method, base, ratio)`

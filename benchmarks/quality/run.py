@@ -13,13 +13,18 @@ from benchmarks.quality.configurations import FULL, NO_PASSAGES, Configuration
 from benchmarks.quality.metrics import scores
 from benchmarks.quality.offline import NeighbourPool, depends_on_neighbours, prepare
 from benchmarks.quality.records import Record, RecordLog, digest_of_passages
+from benchmarks.samples import Example
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.verification.divergence import answer_text, compare_answers, compare_greedy_answers
-from qcfuse_rag.verification.samples import Example
+from qcfuse_rag.verification.divergence import (
+    answer_logits,
+    answer_text,
+    compare_answers,
+    compare_greedy_answers,
+    greedy_answer,
+)
 
 T = TypeVar("T")
 

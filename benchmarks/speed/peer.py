@@ -27,10 +27,10 @@ from benchmarks.speed.ceilings import take_turns
 from qcfuse_rag.bundled import corpus, questions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.generation.decode import TextStream
+from qcfuse_rag.generation.completion import end_tokens
+from qcfuse_rag.generation.decoding import TextStream
 from qcfuse_rag.generation.sampling import Sampler
 from qcfuse_rag.generation.sampling_params import SamplingParams
-from qcfuse_rag.generation.stop_criteria import end_tokens
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 SPARE_TOKENS = 64

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.questions import BadDataset
+from benchmarks.samples import Example
 from qcfuse_rag.prompts.template import PromptTemplate
-from qcfuse_rag.verification.samples import Example
 
 FILE_NAME = re.compile(r"(?P<subset>.+)_(?P<kind>n\d+|notes)")
 CHECKSUMS = "sha256.json"

@@ -9,11 +9,10 @@ from rich.table import Table
 
 from benchmarks.quality.summary import mean_interval
 from benchmarks.studies.runner import FULL_PREFILL, StudyResult, StudyRun, demo_questions, load_engine
-from qcfuse_rag.generation.teacher_forcing import greedy_answer
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
-from qcfuse_rag.verification.checks import string_match
-from qcfuse_rag.verification.divergence import answer_text, compare_greedy_answers
+from qcfuse_rag.verification.cases import string_match
+from qcfuse_rag.verification.divergence import answer_text, compare_greedy_answers, greedy_answer
 
 METHODS = [
     FULL_PREFILL,

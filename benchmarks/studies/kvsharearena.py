@@ -26,6 +26,7 @@ from benchmarks.quality.metrics import token_f1
 from benchmarks.quality.offline import prepare
 from benchmarks.quality.summary import format_interval
 from benchmarks.quality.tables import markdown_table
+from benchmarks.samples import Example
 from benchmarks.studies.arena_files import Wording, read_questions, read_wording
 from benchmarks.studies.runner import StudyResult, StudyRun
 from qcfuse_rag.bundled import default_model
@@ -34,12 +35,11 @@ from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.fusion.guard import IN_FULL
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.sampling_params import SamplingParams
+from qcfuse_rag.prompts.chat_template import ChatTemplate
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.prompts.template_variables import template_variables
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.verification.exactness import check_exact
-from qcfuse_rag.verification.samples import Example
 
 METHODS = "reuse[base=blind],auto"
 """Position-only reuse, the arena's reference, and the default method."""
@@ -119,7 +119,7 @@ def load_arena_engine(model: str | None, wording: Wording) -> FusionEngine:
     """
     lm = LanguageModel.load(model or default_model())
     check_exact(lm)
-    switches = NO_THINKING if NO_THINKING.keys() <= template_variables(lm.tokenizer) else {}
+    switches = NO_THINKING if NO_THINKING.keys() <= ChatTemplate(lm.tokenizer).variables else {}
     template = replace(wording.template, chat_template_kwargs=switches)
     return FusionEngine(lm, MemoryStore(UNLIMITED), template=template)
 

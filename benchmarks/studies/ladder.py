@@ -11,6 +11,7 @@ from rich.table import Table
 
 from benchmarks.quality.metrics import token_f1
 from benchmarks.quality.tables import new_figure
+from benchmarks.samples import Sample
 from benchmarks.studies.runner import (
     FULL_PREFILL,
     DataFiles,
@@ -21,10 +22,8 @@ from benchmarks.studies.runner import (
 )
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.generation.teacher_forcing import greedy_answer
 from qcfuse_rag.methods import make_method
-from qcfuse_rag.verification.divergence import answer_text, compare_greedy_answers
-from qcfuse_rag.verification.samples import Sample
+from qcfuse_rag.verification.divergence import answer_text, compare_greedy_answers, greedy_answer
 
 Figures = dict[str, dict[str, list[float]]]
 """By method and name of the figure, the values of all questions, in their order."""

@@ -18,6 +18,7 @@ from typer import Option
 from benchmarks.environment import about_process
 from benchmarks.quality.summary import format_interval, mean_interval
 from benchmarks.questions import read_dataset
+from benchmarks.samples import Example, Sample
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import corpus, default_embedder, default_model, questions
 from qcfuse_rag.engine.engine import FusionEngine
@@ -28,7 +29,6 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.prefill_base import Base
-from qcfuse_rag.verification.samples import Example, Sample
 
 T = TypeVar("T")
 PROGRAM = "python -m benchmarks"

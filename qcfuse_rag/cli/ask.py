@@ -8,7 +8,7 @@ from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, size
 from qcfuse_rag.cli.library import open_session
 from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.fusion.report import FusionReport
-from qcfuse_rag.generation.decode import Generation
+from qcfuse_rag.generation.decoding import Generation
 from qcfuse_rag.library.session import LibraryAnswer
 
 

@@ -100,7 +100,7 @@ def _serve_in_process(
         engine = open_engine(store, method, options, settings)
         engine.prefixes.limit_bytes = options.prefix_mb * 1_000_000
         print_verdict_note(engine)
-        if not engine.prompts.shows_tools:
+        if not engine.prompts.chat_template.shows_tools:
             print_note(
                 "note:", "the model's chat template has no place for tools; requests are answered without theirs"
             )

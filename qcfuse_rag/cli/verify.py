@@ -13,8 +13,7 @@ from qcfuse_rag.library.folder import existing_store_folder, index_folder, open_
 from qcfuse_rag.library.index import METADATA, PassageIndex
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.checks import VerifyLimits
-from qcfuse_rag.verification.sweep import VerifySettings, verify
+from qcfuse_rag.verification.sweep import VerifyLimits, VerifySettings, verify
 from qcfuse_rag.verification.verdict import EXACTNESS, Check, Trial, Verdict
 
 

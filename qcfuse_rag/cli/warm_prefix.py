@@ -11,11 +11,11 @@ from pydantic import TypeAdapter, ValidationError
 from qcfuse_rag.cli.console import print_json, print_line, print_note, size, status
 from qcfuse_rag.cli.library import open_engine, with_settings
 from qcfuse_rag.cli.options import PrefixOptions
+from qcfuse_rag.engine.system_prefixes import MIN_TOKENS
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.folder import existing_store_folder, open_library_store
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.methods import choose_method
-from qcfuse_rag.prompts.system_prefix import MIN_TOKENS
 from qcfuse_rag.server.protocol.chat_request import ToolSpec
 
 

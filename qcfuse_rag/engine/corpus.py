@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.generation.decode import TextStream
+from qcfuse_rag.generation.decoding import TextStream
 from qcfuse_rag.ingestion.capture_job import CaptureJob, CaptureSummary
 from qcfuse_rag.ingestion.neighbour_policy import NeighbourPolicy
 from qcfuse_rag.ingestion.neighbour_table import EnrichmentPlan

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.config import EngineConfig
@@ -21,14 +23,14 @@ from qcfuse_rag.fusion.pipeline import Prefilled, fuse_in_parts
 from qcfuse_rag.fusion.prefix_cache import PrefixCache
 from qcfuse_rag.fusion.recompute import PartRows, Parts, complete
 from qcfuse_rag.fusion.report import FusionReport
-from qcfuse_rag.generation.decode import Generation, TextStream
+from qcfuse_rag.generation.decoding import Generation, TextStream
+from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.generation.sampling import Sampler
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.ingestion.summary import WarmSummary
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.prompts.length_limit import require_short
-from qcfuse_rag.prompts.recognition import build_among_turns, recognise
+from qcfuse_rag.prompts.recognition import prompt_among_turns, prompt_from_text
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -36,7 +38,11 @@ from qcfuse_rag.runtime.layer_profile import LayerProfile
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.verification.verdict import Verdict
-from qcfuse_rag.verification.watch import PrefillWatch, Shadow, ShadowSettings
+
+if TYPE_CHECKING:
+    from qcfuse_rag.verification.watch import Shadow, ShadowSettings
+
+LOG = logging.getLogger(__name__)
 
 
 class FusionEngine:
@@ -84,7 +90,8 @@ class FusionEngine:
         self.profile: LayerProfile | None = None
         self.profile_ignored: str | None = None
         self.verdict: Verdict | None = None
-        self._watch = PrefillWatch(self.runner)
+        self._shadow: Shadow | None = None
+        self._observers: tuple[Callable[[FusionReport], None], ...] = ()
 
     @classmethod
     def load(
@@ -187,9 +194,9 @@ class FusionEngine:
                 read one of these variables.
             PromptTooLong: if it is far beyond the context window; `prefill` refuses what exceeds it by less.
         """
-        require_short(self.prompts, question, *passages, *history, *tools, *later, chat_template_kwargs or "")
-        builder, signatures = self.prompts.with_kwargs(chat_template_kwargs), self.corpus.signatures
-        prompt = build_among_turns(builder, signatures, question, passages, history, tools, later)
+        self.prompts.tokens.require_short(question, *passages, *history, *tools, *later, chat_template_kwargs or "")
+        builder, find = self.prompts.with_kwargs(chat_template_kwargs), self.corpus.signatures.find
+        prompt = prompt_among_turns(builder, find, question, passages, history, tools, later)
         return self._system_prefixes.with_system_prefix(builder, prompt, builder.turns("", (), history), tools)
 
     def prompt_from_text(
@@ -215,12 +222,41 @@ class FusionEngine:
                 read one of the variables; or if finished text is given with variables.
             PromptTooLong: if it is far beyond the context window; `prefill` refuses what exceeds it by less.
         """
-        prompt = recognise(self.prompts, self.corpus.signatures, conversation, tools, chat_template_kwargs)
+        prompt = prompt_from_text(self.prompts, self.corpus.signatures.find, conversation, tools, chat_template_kwargs)
         if isinstance(conversation, str):
             return prompt
         return self._system_prefixes.with_system_prefix(
             self.prompts.with_kwargs(chat_template_kwargs), prompt, conversation, tools
         )
+
+    def chat_prompt(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        response_format: ResponseFormat,
+        passages: Sequence[str] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Build the prompt of a conversation, whose last question mentions the schema that the answer must follow.
+
+        Args:
+            turns: messages for a chat template. The question is the last message of the user, or the last message if
+                the user wrote none. Other messages, such as tool results, may follow.
+            response_format: of the answer; its tools are shown.
+            passages: passages to put before the question, with the RAG prompt. With None, warmed passages are found in
+                the messages.
+            chat_template_kwargs: see `prompt`.
+
+        Raises:
+            InvalidTemplate, PromptTooLong: as `prompt` does.
+        """
+        asked = max((index for index, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns) - 1)
+        history, later, kwargs = turns[:asked], turns[asked + 1 :], chat_template_kwargs
+        question, tools = response_format.with_schema_hint(turns[asked]["content"]), response_format.visible_tools
+        if passages is None:
+            conversation = [*history, {**turns[asked], "content": question}, *later]
+            return self.prompt_from_text(conversation, tools, chat_template_kwargs=kwargs)
+        return self.prompt(question, passages, history, tools, later=later, chat_template_kwargs=kwargs)
 
     def prefill(self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0) -> Prefilled:
         """Bring a prompt to its first token; for measuring, and for decoding by other means.
@@ -252,16 +288,24 @@ class FusionEngine:
         Raises:
             PromptTooLong: if prompt and answer exceed the context window.
         """
-        with self._watch.prefill(self.method, method) as watched:
+        shadow = self._shadow
+        chosen = method or (self.method if shadow is None else shadow.method(self.method))
+        with nullcontext() if shadow is None else shadow.prefilling():
             if self.corpus.evict_removed():
                 self.prefixes.clear()
-            lease = None if prefixes is None else prefixes.lease(prompt, watched.method)
+            lease = None if prefixes is None else prefixes.lease(prompt, chosen)
             prefilled = yield from fuse_in_parts(
-                self.runner, prompt, watched.method, answer_tokens=answer_tokens, lease=lease, part_rows=part_rows
+                self.runner, prompt, chosen, answer_tokens=answer_tokens, lease=lease, part_rows=part_rows
             )
             if lease is not None:
                 lease.release()
-        watched.finish(prefilled)
+        if shadow is not None and method is None:
+            shadow.note(prefilled, chosen)
+        for observer in self._observers:
+            try:
+                observer(prefilled.report)
+            except Exception:
+                LOG.exception("an observer of fused prefills failed; the answer is not affected")
         return prefilled
 
     def stream(
@@ -326,18 +370,24 @@ class FusionEngine:
 
         See `monitoring.tracing` for OpenTelemetry and `monitoring.metrics` for Prometheus. Its errors are logged.
         """
-        self._watch.observe(observer)
+        self._observers = (*self._observers, observer)
 
     def watch(self, settings: ShadowSettings | None = None) -> Shadow:
         """Compare some requests with full prefill from now on, while no request is prefilled; see `verification.watch`.
 
         Only requests that name no method of their own are watched. An earlier watch ends.
         """
-        return self._watch.start_shadow(settings or ShadowSettings())
+        from qcfuse_rag.verification.watch import Shadow, ShadowSettings
+
+        if self._shadow is not None:
+            self._shadow.close()
+        self._shadow = Shadow(self.runner, settings or ShadowSettings())
+        return self._shadow
 
     def close(self) -> None:
         """Stop watching, drop finished requests, and close the store, also one that was handed over."""
-        self._watch.close()
+        if self._shadow is not None:
+            self._shadow.close()
         self.prefixes.clear()
         self.corpus.close()
         self.store.close()

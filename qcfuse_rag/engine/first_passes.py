@@ -8,7 +8,7 @@ from math import ceil
 
 from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.pipeline import fuse_prompt
-from qcfuse_rag.generation.decode import TextStream
+from qcfuse_rag.generation.decoding import TextStream
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.ingestion.primer import PRIMER
 from qcfuse_rag.ingestion.target import PrefillTarget

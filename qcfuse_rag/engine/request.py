@@ -15,8 +15,7 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.fusion.recompute import Parts
 from qcfuse_rag.fusion.report import FusionReport
-from qcfuse_rag.generation.decode import Generation, finished_answer
-from qcfuse_rag.generation.decoder import AnswerDecoder
+from qcfuse_rag.generation.decoding import Decoder, Generation, make_decoder
 from qcfuse_rag.generation.logprobs import TokenLogprob
 from qcfuse_rag.generation.sampling import Sampler
 from qcfuse_rag.generation.sampling_params import SamplingParams
@@ -27,52 +26,50 @@ from qcfuse_rag.runtime.runner import ModelRunner
 
 
 class RequestHandle(Iterator[str]):
-    """Iterate for pieces of text, with `for` or `async for`, or wait for the `result`.
+    """The reader's side: iterate for pieces of text, with `for` or `async for`, or wait for the `result`.
 
     To stop reading does not end the answer; `cancel` does. Leaving an `async for` before its end cancels.
 
     Attributes:
-        prompt, params, method: as submitted.
-        context: the context variables of the caller, in which the prompt is prefilled, so that traces are connected.
+        prompt, params: as submitted.
         report: the report of the prefill; None before it is done.
         scores: the scores of the prefill's probe; None before it is done, and if there was no probe.
         generation: the finished answer; None before that.
-        rows_left: rows of the prompt that are still to be computed; predicted before the prefill begins.
-        part_rows: most rows of the next part of its prefill.
-        parts: number of parts of its prefill so far; the first one only loads, if there are several.
+        decoder: the state of the running answer; None before and after that.
     """
 
-    def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
-        self.prompt, self.params, self.method = prompt, params, method
-        self.context = contextvars.copy_context()
+    def __init__(self, prompt: Prompt, params: SamplingParams) -> None:
+        self.prompt, self.params = prompt, params
         self.report: FusionReport | None = None
         self.scores: Scores | None = None
         self.generation: Generation | None = None
-        self.rows_left = len(prompt)
-        self.part_rows = self.parts = 0
-        self._prefill: Parts[Prefilled] | None = None
-        self._sampler = Sampler(params, lm)
-        self._decoder: AnswerDecoder | None = None
-        self._started = 0.0
-        self._cancelled = threading.Event()
-        self._finished = threading.Event()
+        self.decoder: Decoder | None = None
+        self._cancelled, self._finished = threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._interruption: Exception | None = None
         self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._wake_reader: Callable[[], object] = lambda: None
 
     @property
+    def is_cancelled(self) -> bool:
+        """Whether the answer is to end before its next token."""
+        return self._cancelled.is_set()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer has ended."""
+        return self._finished.is_set()
+
+    @property
     def verified_upto(self) -> int | None:
         """Number of leading tokens so far that are known to be full prefill's greedy tokens; None if nothing is yet."""
-        generation, decoder = self.generation, self._decoder
-        if generation is not None:
-            return generation.verified_upto
-        return None if decoder is None else decoder.verified_upto
+        source = self.generation or self.decoder
+        return None if source is None else source.verified_upto
 
     @property
     def logprobs(self) -> Sequence[TokenLogprob]:
         """The log probabilities of the answer's tokens so far, without a draft's; empty if none are asked for."""
-        source = self.generation or self._decoder
+        source = self.generation or self.decoder
         return () if source is None else source.logprobs or ()
 
     def cancel(self) -> None:
@@ -102,21 +99,13 @@ class RequestHandle(Iterator[str]):
         return self._outcome()
 
     async def aresult(self) -> Generation:
-        """Wait for the whole answer without blocking the event loop; a cancelled task cancels the request.
-
-        Raises:
-            QCFuseError: whatever its prefill raised, or `Closed` if the scheduler was closed before it was complete.
-            CancelledError: if it was cancelled before it began.
-        """
+        """Wait for the whole answer like `result`, without blocking the event loop; a cancelled task cancels it."""
         async for _ in self:
             pass
         return self._outcome()
 
     def __next__(self) -> str:
-        if self._finished.is_set() and self._pieces.empty():
-            self._outcome()
-            raise StopIteration
-        piece = self._pieces.get()
+        piece = None if self._finished.is_set() and self._pieces.empty() else self._pieces.get()
         if piece is None:
             self._outcome()
             raise StopIteration
@@ -140,88 +129,18 @@ class RequestHandle(Iterator[str]):
         finally:
             self.cancel()
 
-    # Only the scheduler's thread uses the members below.
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of its buffer: prompt and longest answer."""
-        return len(self.prompt) + self.params.max_new_tokens
-
-    @property
-    def decoder(self) -> AnswerDecoder:
-        """The state of the running answer."""
-        assert self._decoder is not None
-        return self._decoder
-
-    @property
-    def finished(self) -> bool:
-        """Whether it has ended."""
-        return self._finished.is_set()
-
-    def end_if_cancelled(self) -> bool:
-        """End the request if it was cancelled; return whether it has ended."""
-        if self._cancelled.is_set() and not self._finished.is_set():
-            self._end()
-        return self._finished.is_set()
-
-    @property
-    def begun(self) -> bool:
-        """Whether its prefill has begun."""
-        return self._prefill is not None
-
-    def begin(self, prefill: Parts[Prefilled]) -> None:
-        """Take the prefill of its prompt, of which nothing is computed yet."""
-        self._prefill = prefill
-
-    def compute_part(self) -> Prefilled | None:
-        """Compute a part of the prompt; return the prefilled prompt after the last one."""
-        assert self._prefill is not None
-        self.parts += 1
-        try:
-            self.rows_left = self.context.run(next, self._prefill)
-        except StopIteration as finished:
-            prefilled: Prefilled = finished.value
-            return prefilled
-        return None
-
-    def start(self, runner: ModelRunner, prefilled: Prefilled) -> None:
-        """Begin to decode a prefilled prompt."""
-        self.report, self.scores, self._started = prefilled.report, prefilled.scores, time.perf_counter()
-        self._decoder = AnswerDecoder(runner, prefilled, self.params, self._sampler)
-
-    def advance(self) -> bool:
-        """Choose the next token, if its logits are there; return whether the answer goes on."""
-        try:
-            self._emit(self.decoder.cancel() if self._cancelled.is_set() else self.decoder.choose())
-        except Exception as error:
-            self.fail(error)
-            return False
-        if self.decoder.finish_reason is not None:
-            self._end()
-        return not self.finished
-
-    def fail(self, error: Exception) -> None:
-        """End the request with an error, which its reader gets; free the tensors that the error's frames hold."""
-        traceback.clear_frames(error.__traceback__)
-        self._error = error
-        self._end()
-
-    def _end(self) -> None:
-        if self._prefill is not None:
-            self.context.run(self._prefill.close)  # frees the buffer of an unfinished one
-        decoder, self._decoder = self._decoder, None  # frees the buffer
-        if decoder is not None and self._error is None:
-            assert self.report is not None
-            self._emit(decoder.answer.finish())
-            self.generation = finished_answer(decoder, self.report, time.perf_counter() - self._started)
-        self._finished.set()
-        self._pieces.put(None)
-        self._notify()
-
-    def _emit(self, piece: str) -> None:
+    def put(self, piece: str) -> None:
+        """Hand a piece of text to the reader."""
         if piece:
             self._pieces.put(piece)
             self._notify()
+
+    def end(self, generation: Generation | None, error: Exception | None) -> None:
+        """Hand the finished answer, or the reason why there is none, to the reader."""
+        self.generation, self._error, self.decoder = generation, error, None
+        self._finished.set()
+        self._pieces.put(None)
+        self._notify()
 
     def _notify(self) -> None:
         try:
@@ -239,3 +158,95 @@ class RequestHandle(Iterator[str]):
         if self.generation is None:
             raise CancelledError("the request was cancelled before it began")
         return self.generation
+
+
+class RunningRequest:
+    """The scheduler's side: the prefill of a request in parts, then its decoder.
+
+    Attributes:
+        prompt, params, method: as submitted.
+        handle: the reader's side.
+        rows_left: rows of the prompt that are still to be computed; predicted before the prefill begins.
+        part_rows: most rows of the next part of its prefill.
+        parts: number of parts of its prefill so far; the first one only loads, if there are several.
+    """
+
+    def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
+        self.prompt, self.params, self.method = prompt, params, method
+        self.handle = RequestHandle(prompt, params)
+        self.rows_left = len(prompt)
+        self.part_rows = self.parts = 0
+        self._context = contextvars.copy_context()  # the caller's, so that traces are connected
+        self._prefill: Parts[Prefilled] | None = None
+        self._sampler = Sampler(params, lm)
+        self._started = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its buffer: prompt and longest answer."""
+        return len(self.prompt) + self.params.max_new_tokens
+
+    @property
+    def decoder(self) -> Decoder:
+        """The state of the running answer."""
+        assert self.handle.decoder is not None
+        return self.handle.decoder
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.handle.is_finished
+
+    @property
+    def begun(self) -> bool:
+        """Whether its prefill has begun."""
+        return self._prefill is not None
+
+    def begin(self, prefill: Parts[Prefilled]) -> None:
+        """Take the prefill of its prompt, of which nothing is computed yet."""
+        self._prefill = prefill
+
+    def end_if_cancelled(self) -> bool:
+        """End the request if it was cancelled; return whether it has ended."""
+        if self.handle.is_cancelled and not self.finished:
+            self._end()
+        return self.finished
+
+    def compute_part(self, runner: ModelRunner) -> bool:
+        """Compute a part of the prompt; after the last one begin to decode, and return True."""
+        assert self._prefill is not None
+        self.parts += 1
+        try:
+            self.rows_left = self._context.run(next, self._prefill)
+        except StopIteration as finished:
+            prefilled: Prefilled = finished.value
+            self.handle.report, self.handle.scores = prefilled.report, prefilled.scores
+            self._started = time.perf_counter()
+            self.handle.decoder = make_decoder(runner, prefilled, self.params, self._sampler)
+            return True
+        return False
+
+    def advance(self) -> bool:
+        """Choose the next token, if its logits are there; return whether the answer goes on."""
+        try:
+            self.handle.put(self.decoder.cancel() if self.handle.is_cancelled else self.decoder.choose())
+        except Exception as error:
+            self.fail(error)
+            return False
+        if self.decoder.finish_reason is not None:
+            self._end()
+        return not self.finished
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error, which its reader gets; free the tensors that the error's frames hold."""
+        traceback.clear_frames(error.__traceback__)
+        self._end(error)
+
+    def _end(self, error: Exception | None = None) -> None:
+        if self._prefill is not None:
+            self._context.run(self._prefill.close)  # frees the buffer of an unfinished one
+        generation = None
+        if self.handle.decoder is not None and error is None:
+            self.handle.put(self.decoder.completion.finish())
+            generation = self.decoder.finish(time.perf_counter() - self._started)
+        self.handle.end(generation, error)

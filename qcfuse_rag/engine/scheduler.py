@@ -23,10 +23,11 @@ from typing import Self
 
 from qcfuse_rag.background_thread import BackgroundThread
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.request import RequestHandle
+from qcfuse_rag.engine.request import RequestHandle, RunningRequest
 from qcfuse_rag.errors import Busy, Closed
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import check_window
+from qcfuse_rag.generation.decoding import HealingDecoder
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
 
@@ -86,9 +87,9 @@ class Scheduler:
 
     def __init__(self, engine: FusionEngine, settings: SchedulerSettings | None = None) -> None:
         self._engine, self._settings = engine, settings or SchedulerSettings()
-        self._queue: list[RequestHandle] = []  # those that are not prefilled yet, in the order of submission
+        self._queue: list[RunningRequest] = []  # those that are not prefilled yet, in the order of submission
         self._parts, self._first_part_rows = 0, max(1, self._settings.rows // 2)
-        self._active: list[RequestHandle] = []
+        self._active: list[RunningRequest] = []
         self._changed = threading.Condition()
         self._closed = False
         self._turn, self._saved_s = 0, 0.0
@@ -112,7 +113,7 @@ class Scheduler:
         """
         params = sampling or SamplingParams()
         check_window(self._engine.lm, prompt, params.max_new_tokens)
-        request = RequestHandle(self._engine.lm, prompt, params, method)
+        request = RunningRequest(self._engine.lm, prompt, params, method)
         request.rows_left = self._engine.predict_rows(prompt, method)
         with self._changed:
             if self._closed:
@@ -123,7 +124,7 @@ class Scheduler:
                 raise Busy(f"{self.waiting} requests are waiting already; ask again later")
             self._queue.append(request)
             self._changed.notify()
-        return request
+        return request.handle
 
     @property
     def waiting(self) -> int:
@@ -156,7 +157,7 @@ class Scheduler:
             self._closed = True
             if not drain:
                 for request in (*self._queue, *self._active):
-                    request.interrupt(Closed("the engine was closed before the answer was whole"))
+                    request.handle.interrupt(Closed("the engine was closed before the answer was whole"))
             self._changed.notify()
         if wait:
             self._thread.join()
@@ -186,7 +187,7 @@ class Scheduler:
                 if not self._active:
                     break
 
-    def _next(self) -> RequestHandle | None:
+    def _next(self) -> RunningRequest | None:
         """Choose the request to prefill a part of; None if the limits allow none.
 
         Every `overtaken`-th part is the oldest request's. If it has no room then, no other request begins before it.
@@ -206,7 +207,7 @@ class Scheduler:
             self._begin(chosen)
         return chosen
 
-    def _has_room(self, request: RequestHandle) -> bool:
+    def _has_room(self, request: RunningRequest) -> bool:
         """Return whether the limits allow to begin a request."""
         begun = [*self._active, *(queued for queued in self._queue if queued.begun)]
         if not begun or self._settings.kv_bytes is None:
@@ -223,7 +224,7 @@ class Scheduler:
                 for request in self._queue
             )
 
-    def _begin(self, request: RequestHandle) -> None:
+    def _begin(self, request: RunningRequest) -> None:
         """Prepare the prefill of a request; nothing is computed yet."""
         request.part_rows = self._first_part_rows
         request.begin(
@@ -236,24 +237,22 @@ class Scheduler:
             )
         )
 
-    def _part_rows(self, request: RequestHandle) -> int:
+    def _part_rows(self, request: RunningRequest) -> int:
         """Return the most rows of a request's next part."""
         if self._active:
             return min(request.part_rows, self._settings.rows)
         is_timed = request.parts > 1
         return max(request.part_rows, MIN_LONE_PART_ROWS) if is_timed else request.part_rows
 
-    def _compute_part(self, request: RequestHandle) -> None:
+    def _compute_part(self, request: RunningRequest) -> None:
         """Compute a part of a request's prefill, or all of a short one."""
         rows_left, began = request.rows_left, time.perf_counter()
         try:
-            prefilled = request.compute_part()
-            if prefilled is not None:
-                request.start(self._engine.runner, prefilled)
+            is_prefilled = request.compute_part(self._engine.runner)
         except Exception as error:
             request.fail(error)
             return
-        if prefilled is not None:
+        if is_prefilled:
             with self._changed:
                 self._queue.remove(request)
                 self._active.append(request)
@@ -273,14 +272,14 @@ class Scheduler:
             self._decode([request for request in continuing if not request.finished and request.decoder.needs_step])
         self._active = [request for request in continuing if not request.finished]
 
-    def _decode(self, requests: list[RequestHandle]) -> None:
+    def _decode(self, requests: list[RunningRequest]) -> None:
         """Compute a step together; if that fails, compute the steps one by one to find the failing request."""
         if not requests:
             return
         decoders = [request.decoder for request in requests]
         try:
             logits = self._engine.runner.decodes(
-                [decoder.answer.ids[-1] for decoder in decoders],
+                [decoder.completion.ids[-1] for decoder in decoders],
                 [decoder.position for decoder in decoders],
                 [decoder.buffer for decoder in decoders],
             )
@@ -288,40 +287,43 @@ class Scheduler:
             if len(requests) == 1:
                 requests[0].fail(error)
                 return
-        else:
-            for decoder, request_logits in zip(decoders, logits, strict=True):
-                decoder.take_logits(request_logits)
+            for request in requests:
+                self._decode([request])
             return
-        for request in requests:
-            self._decode([request])
+        for decoder, request_logits in zip(decoders, logits, strict=True):
+            decoder.take_logits(request_logits)
 
-    def _compute(self, request: RequestHandle) -> None:
+    def _compute(self, request: RunningRequest) -> None:
         """Compute the next pass of one request; an error ends the request."""
         try:
             request.decoder.compute()
         except Exception as error:
             request.fail(error)
 
-    def _heal(self, requests: list[RequestHandle]) -> None:
+    def _heal(self, requests: list[RunningRequest]) -> None:
         """Heal one of several requests, in turns, by a pass between two steps.
 
         Answers that are held back come first; their passes make the others wait, as a prefill does. Another answer is
         healed once the time of its pass has been saved up from the share by which steps may be slower.
         """
-        healing = [request for request in requests if request.decoder.needs_healing]
+        healing = [
+            (request, request.decoder)
+            for request in requests
+            if isinstance(request.decoder, HealingDecoder) and request.decoder.needs_healing
+        ]
         if not healing:
             return
-        healing = [request for request in healing if request.decoder.holds_back] or healing
-        request = healing[self._turn % len(healing)]
+        healing = [pair for pair in healing if pair[1].holds_back] or healing
+        request, decoder = healing[self._turn % len(healing)]
         try:
-            rows = self._settings.rows if request.decoder.holds_back else self._affordable_rows(request)
+            rows = self._settings.rows if decoder.holds_back else self._affordable_rows(request)
             if rows:
                 self._turn += 1
-                request.decoder.heal(rows)
+                decoder.heal(rows)
         except Exception as error:
             request.fail(error)
 
-    def _affordable_rows(self, request: RequestHandle) -> int:
+    def _affordable_rows(self, request: RunningRequest) -> int:
         """Save up the time by which this step may be slower; return the rows of a pass if that pays for one, else 0.
 
         The pass has so many rows that they take about as long as reading the weights for them.

@@ -32,7 +32,7 @@ HARMONY: dict[str, Any] = {
 """The channels of gpt-oss. https://developers.openai.com/cookbook/articles/openai-harmony"""
 
 
-class AnswerPiece(NamedTuple):
+class Delta(NamedTuple):
     """A piece of an answer: of its text, of its reasoning, or of both; reasoning is never part of the text."""
 
     text: str = ""
@@ -98,15 +98,15 @@ class ReasoningReader:
         self._reasoning = _Trimmed()
         self._has_reasoning = self._has_text = False
 
-    def push(self, piece: str) -> AnswerPiece:
+    def push(self, piece: str) -> Delta:
         """Add a piece of the answer; return what is certain, often nothing."""
         return self._piece(self._parser.feed(piece))
 
-    def finish(self) -> AnswerPiece:
+    def finish(self) -> Delta:
         """Return what was held back, once the answer is finished."""
         return self._piece(self._parser.finalize()[1])
 
-    def _piece(self, events: Iterable[Mapping[str, Any]]) -> AnswerPiece:
+    def _piece(self, events: Iterable[Mapping[str, Any]]) -> Delta:
         text = reasoning = ""
         for event in events:
             if event["field"] == "content":
@@ -118,7 +118,7 @@ class ReasoningReader:
         if self._has_reasoning and not self._has_text:
             text = text.lstrip()
         self._has_text |= bool(text)
-        return AnswerPiece(text, reasoning)
+        return Delta(text, reasoning)
 
 
 def _reasoning_part(response_template: Any) -> dict[str, Any] | None:

@@ -6,48 +6,19 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.generation.decode import Generation
-from qcfuse_rag.generation.detokenizer import partial_match_length
+from qcfuse_rag.generation.completion import partial_match_length
+from qcfuse_rag.generation.decoding import Generation
 from qcfuse_rag.generation.grammar import json_grammar
-from qcfuse_rag.generation.reasoning import AnswerPiece, ReasoningFormat
+from qcfuse_rag.generation.reasoning import Delta, ReasoningFormat
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.generation.tool_parsers import BrokenCall, ParsedResponse, ToolCallParser, tool_call_parser
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.prompts.special_tokens import special_tokens_of
-from qcfuse_rag.prompts.template import Tool, Turn
-
-
-class PromptSource(Protocol):
-    """Builds prompts, as `FusionEngine` does."""
-
-    def prompt(
-        self,
-        question: str,
-        passages: Sequence[str] = (),
-        history: Sequence[Turn] = (),
-        tools: Sequence[Tool] = (),
-        *,
-        later: Sequence[Turn] = (),
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Prompt:
-        """Build a prompt from a question and passages."""
-        ...
-
-    def prompt_from_text(
-        self,
-        conversation: Sequence[Turn] | str,
-        tools: Sequence[Tool] = (),
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Prompt:
-        """Build a prompt from a conversation, and find warmed passages in its text."""
-        ...
-
+from qcfuse_rag.prompts.template import Tool
 
 ToolChoice = str | bool | Mapping[str, Any] | None
 """Which tool to call: `auto` or None lets the model decide, `none` forbids calls, `required` or `any` demands a call; a
@@ -126,39 +97,6 @@ class ResponseFormat:
         """Whether the whole answer follows a grammar: JSON by a schema, or a demanded call."""
         return self.schema is not None or bool(self.required_tools)
 
-    def prompt(
-        self,
-        engine: PromptSource,
-        turns: Sequence[Mapping[str, Any]],
-        passages: Sequence[str] | None = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Prompt:
-        """Return the prompt of a conversation, whose last question mentions the required schema.
-
-        Args:
-            engine: builds the prompt.
-            turns: messages for a chat template. The question is the last message of the user, or the last message if
-                the user wrote none. Other messages, such as tool results, may follow.
-            passages: passages to put before the question, with the RAG prompt. With None, warmed passages are found in
-                the messages.
-            chat_template_kwargs: variables of the model's chat template, over those of the prompt template.
-
-        Raises:
-            InvalidTemplate: if the model's chat template rejects the messages, does not show tools or does not read
-                one of the variables.
-        """
-        last_question = max(
-            (index for index, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns) - 1
-        )
-        history, later_turns = turns[:last_question], turns[last_question + 1 :]
-        question = self.with_schema_hint(turns[last_question]["content"])
-        tools, kwargs = self.visible_tools, chat_template_kwargs
-        if passages is None:
-            conversation = [*history, {**turns[last_question], "content": question}, *later_turns]
-            return engine.prompt_from_text(conversation, tools, chat_template_kwargs=kwargs)
-        return engine.prompt(question, passages, history, tools, later=later_turns, chat_template_kwargs=kwargs)
-
     def with_schema_hint(self, question: str) -> str:
         """Return a question, followed by the schema that the answer must follow, if there is one with properties."""
         if self.schema is None or "properties" not in self.schema:
@@ -204,7 +142,7 @@ class ResponseSyntax:
         parser = tool_call_parser(tokenizer, tools) if tools else None
         # A grammar leaves no place for reasoning.
         reasoning = None if response_format.has_grammar else ReasoningFormat.of(tokenizer)
-        special = special_tokens_of(tokenizer)
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         tags = () if parser is None else (parser.start_tag, parser.end_tag)
         if not set(tags) & set(special) and (reasoning is None or not reasoning.has_tag_in(special)):
             return cls(parser, reasoning)
@@ -236,12 +174,12 @@ class ResponseReader:
         self._finished = False
         self._text = self._reasoning = ""
 
-    def push(self, piece: str) -> AnswerPiece:
+    def push(self, piece: str) -> Delta:
         """Add a piece of the answer; return what is certainly text or reasoning and no call, often nothing."""
         self._pushed += len(piece)
-        return self._add(AnswerPiece(piece) if self._reasoning_reader is None else self._reasoning_reader.push(piece))
+        return self._add(Delta(piece) if self._reasoning_reader is None else self._reasoning_reader.push(piece))
 
-    def finish(self, generation: Generation) -> tuple[AnswerPiece, ParsedResponse]:
+    def finish(self, generation: Generation) -> tuple[Delta, ParsedResponse]:
         """Parse the finished answer; return what was not shown yet, and the parsed answer."""
         shown, shown_reasoning = self._shown, len(self._reasoning)
         if not self._finished:
@@ -253,15 +191,15 @@ class ResponseReader:
         if not response.calls and not response.broken:
             incomplete = BrokenCall(self._text, "the call is incomplete")
             response = ParsedResponse("", broken=(incomplete,)) if self._requires_call else ParsedResponse(self._text)
-        rest = AnswerPiece(response.content[shown:], self._reasoning[shown_reasoning:])
+        rest = Delta(response.content[shown:], self._reasoning[shown_reasoning:])
         return rest, replace(response, reasoning=self._reasoning)
 
-    def _add(self, piece: AnswerPiece) -> AnswerPiece:
+    def _add(self, piece: Delta) -> Delta:
         """Add text and reasoning; return the reasoning, and the text that is certain now."""
         self._text += self._hidden.sub("", piece.text)
         reasoning = self._hidden.sub("", piece.reasoning)
         self._reasoning += reasoning
-        return AnswerPiece(self._certain_text(), reasoning)
+        return Delta(self._certain_text(), reasoning)
 
     def _certain_text(self) -> str:
         if self._parser is None:

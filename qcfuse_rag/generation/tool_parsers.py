@@ -131,11 +131,7 @@ class ToolCallParser:
         return f"start: {' '.join(parts)}\ncall: %json {json.dumps(schema)}"
 
     def _schema(self, function: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-        """Return the schema of a call, and move the function's own definitions to `definitions` under unique names.
-
-        Raises:
-            InvalidGrammar: if the function's definitions are not an object.
-        """
+        """Return the schema of a call, and move the function's own definitions to `definitions` under unique names."""
         parameters = close_objects(function.get("parameters") or {"type": "object", "properties": {}})
         new_names: dict[str, str] = {}
         for section in ("$defs", "definitions"):

@@ -8,8 +8,8 @@ from qcfuse_rag.engine.caller_warnings import warn_caller, warn_not_stored, warn
 from qcfuse_rag.engine.config import LOAD_SETTINGS
 from qcfuse_rag.engine.engine_handle import AnswerRequest, EngineHandle
 from qcfuse_rag.engine.request import RequestHandle
-from qcfuse_rag.generation.decode import FINISH_REASONS
-from qcfuse_rag.generation.reasoning import AnswerPiece
+from qcfuse_rag.generation.decoding import FINISH_REASONS
+from qcfuse_rag.generation.reasoning import Delta
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
@@ -20,8 +20,8 @@ __all__ = [
     "FINISH_REASONS",
     "LOAD_SETTINGS",
     "SAMPLING_SETTINGS",
-    "AnswerPiece",
     "AnswerRequest",
+    "Delta",
     "EngineHandle",
     "EngineSettings",
     "ParsedResponse",

@@ -9,8 +9,8 @@ from typing import Any
 
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.generation.decode import Generation, TextStream
-from qcfuse_rag.generation.reasoning import AnswerPiece
+from qcfuse_rag.generation.decoding import Generation, TextStream
+from qcfuse_rag.generation.reasoning import Delta
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
@@ -30,7 +30,7 @@ class LibraryAnswer:
     stream: TextStream
     reader: ResponseReader
 
-    def pieces(self) -> Iterator[AnswerPiece]:
+    def pieces(self) -> Iterator[Delta]:
         """Yield the answer's reasoning and text as they are written; only once."""
         for piece in self.stream:
             yield self.reader.push(piece)

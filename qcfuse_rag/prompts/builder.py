@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import count, takewhile
+from itertools import count, groupby, takewhile
+from operator import attrgetter
 from typing import Any
 
-from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidTemplate, PromptTooLong
-from qcfuse_rag.prompts.bounded_render import render_bounded
+from qcfuse_rag.prompts.chat_template import ChatTemplate, RenderedText, leaves
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.prompts.special_tokens import RenderedText, SpecialTokenMarker, special_tokens_of, tokenizer_copy
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping, is_system_text
-from qcfuse_rag.prompts.template_variables import template_variables
 
-# Some chat templates print today's date; a system prefix that changes daily would make every framed cache useless.
-TEMPLATE_DATE = "01 Jan 2025"
-STOPPED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro -%}"
+TOKENIZER_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+"""Parts of a tokenizer beside its vocabulary and its added tokens."""
 
 WRITTEN_WHITESPACE = dict.fromkeys(map(ord, "\u0120\u010a\u0109\u010d\u2581 \n\t\r"))
 """How vocabularies write whitespace."""
@@ -35,52 +32,154 @@ MARKERS = ("context", "question")
 MARKER_NUMBERS = re.compile(r"\[\[qcfuse:([0-9]+):")
 """Matches the numbers of markers that a conversation or a tool mentions."""
 
-OF_THE_TOKENIZER = ("variables", "_special", "_with_special", "_without_special")
-"""What a builder computes from its tokenizer alone, some of it slowly."""
-
 PIECE_CHARACTERS = 1 << 14
 """Characters of a long text that are tokenised at a time to count its tokens."""
 
-CHEAP_TOKENS = 1 << 16
-"""Tokens that are made for any window."""
+CHEAP_TOKENS = CHEAP_CHARACTERS = 1 << 16
+"""Tokens that are made for any window, and characters that are always tokenised, so that errors name exact lengths."""
+
+INDENT = 4
+"""Spaces by which some chat templates indent each level of a tool; they write one line for each leaf."""
 
 TemplateParts = list[tuple[str, RenderedText]]
 """A prompt's kinds of text in order, `literal`, `context` and `question`; a literal with its text."""
 
 
-@dataclass(frozen=True)
+class PromptTokenizer:
+    """A model's tokenizer with and without special tokens, bounded by the model's context window.
+
+    A tokenizer takes seconds and gigabytes for a text of many megabytes, so text that cannot fit is refused first.
+
+    Args:
+        tokenizer: of the model.
+        context_tokens: tokens of the context window; None for no bound. Tokenising stops with `PromptTooLong` beyond
+            twice the window or `CHEAP_TOKENS`, whichever is more: each token takes half a kilobyte of memory.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None = None) -> None:
+        self._tokenizer, self._context_tokens = tokenizer, context_tokens
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The largest number of characters of one token."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    def ids(self, text: str, *, bounded: bool = True) -> tuple[int, ...]:
+        """Tokenise text without special tokens: a passage cannot end a turn."""
+        return tuple(self._encoding(self._without_special, text, bounded=bounded).ids)
+
+    def offsets(self, text: str) -> tuple[tuple[int, int], ...]:
+        """Return the characters `start <= c < stop` of a text for each of its token ids.
+
+        Tokens that share a character outside ASCII each have the whole character.
+        """
+        return tuple(self._encoding(self._without_special, text, bounded=False).offsets)
+
+    def encode_whole(self, rendered: RenderedText, *, begin: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Tokenise finished text as the model's own pipeline does, but keep spelt special tokens as text.
+
+        Args:
+            rendered: the text.
+            begin: put the tokenizer's start token in front if it is missing.
+
+        Returns:
+            Token ids, and the characters `start <= c < stop` of each token.
+        """
+        ids, offsets = list[int](), list[tuple[int, int]]()
+        for piece_start, text, is_special in rendered.pieces():
+            core = self._with_special if is_special else self._without_special
+            started = piece_start > 0 or text.startswith(self._tokenizer.bos_token or "\0")
+            encoding = self._encoding(core, text, add_special_tokens=begin and not started)
+            ids += encoding.ids
+            self.require_fitting(len(ids))
+            offsets += [(start + piece_start, stop + piece_start) for start, stop in encoding.offsets]
+        return tuple(ids), offsets
+
+    def require_fitting(self, tokens: int) -> None:
+        """Refuse more tokens than are made for the context window."""
+        if self._context_tokens is not None and tokens > max(2 * self._context_tokens, CHEAP_TOKENS):
+            raise PromptTooLong(
+                f"more than {tokens:,} tokens cannot fit a context window of {self._context_tokens:,} tokens"
+            )
+
+    def require_short(self, *parts: object) -> None:
+        """Refuse texts, messages, tools and variables that no tokenizer could make short enough.
+
+        Raises:
+            PromptTooLong: if there are more characters than a window of the longest tokens holds, counted as a template
+                may write them. Whitespace counts apart, because tokens of whitespace are often the longest.
+        """
+        window, characters = self._context_tokens, estimate_length(*parts)
+        if window is None or characters < CHEAP_CHARACTERS:
+            return
+        longest_visible = max(len(token.translate(WRITTEN_WHITESPACE)) for token in self._tokenizer.get_vocab())
+        visible = sum(len("".join(leaf.split())) for leaf, _ in leaves(parts) if isinstance(leaf, str))
+        if characters > window * self.longest_token or visible > window * longest_visible:
+            raise PromptTooLong(
+                f"a prompt of about {characters:,} characters cannot fit a context window of {window:,} tokens"
+            )
+
+    def _encoding(
+        self, core: Tokenizer, text: str, *, add_special_tokens: bool = False, bounded: bool = True
+    ) -> Encoding:
+        """Tokenise a text; other threads run meanwhile, as they do not beside `Tokenizer.encode`."""
+        window = self._context_tokens
+        if bounded and window is not None and len(text) > max(2 * window, PIECE_CHARACTERS):
+            tokens = 0
+            for start in range(0, len(text), PIECE_CHARACTERS):
+                (piece,) = core.encode_batch([text[start : start + PIECE_CHARACTERS]], add_special_tokens=False)
+                tokens += len(piece)
+                self.require_fitting(tokens)
+        (encoding,) = core.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoding
+
+    @cached_property
+    def _with_special(self) -> Tokenizer:
+        return tokenizer_copy(self._tokenizer, split_special=False)
+
+    @cached_property
+    def _without_special(self) -> Tokenizer:
+        return tokenizer_copy(self._tokenizer, split_special=True)
+
+
 class PromptBuilder:
     """Build prompts for one tokenizer and one template.
 
-    Attributes:
+    Args:
         tokenizer: of the model.
         template: wording of the prompt.
-        context_tokens: tokens of the model's context window; None for no bound. Tokenising stops with `PromptTooLong`
-            beyond twice the window or `CHEAP_TOKENS`, whichever is more: each token takes half a kilobyte of memory.
+        context_tokens: tokens of the model's context window; None for no bound.
+        shared: a builder for the same tokenizer, whose tables this one shares.
+
+    Attributes:
+        tokenizer, template: as given.
+        tokens: tokenises texts.
+        chat_template: renders conversations.
 
     Raises:
         InvalidTemplate: if the tokenizer's chat template rewrites the messages, so that they cannot be separated, or
             does not read one of the wording's `chat_template_kwargs`.
-        PromptTooLong: if a prompt has more tokens than that.
+        PromptTooLong: if a prompt has far more tokens than the context window.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    template: PromptTemplate
-    context_tokens: int | None = None
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: PromptTemplate,
+        context_tokens: int | None = None,
+        *,
+        shared: PromptBuilder | None = None,
+    ) -> None:
+        self.tokenizer, self.template = tokenizer, template
+        self.tokens = shared.tokens if shared else PromptTokenizer(tokenizer, context_tokens)
+        self.chat_template = shared.chat_template if shared else ChatTemplate(tokenizer, template.chat_template_kwargs)
 
     def with_kwargs(self, chat_template_kwargs: Mapping[str, Any] | None) -> PromptBuilder:
         """Return the builder for a request that sets variables of the chat template, over those of the wording."""
         if not chat_template_kwargs:
             return self
         merged = {**self.template.chat_template_kwargs, **chat_template_kwargs}
-        builder = replace(self, template=replace(self.template, chat_template_kwargs=merged))
-        builder.__dict__.update({name: getattr(self, name) for name in OF_THE_TOKENIZER})
-        return builder
-
-    @cached_property
-    def variables(self) -> frozenset[str]:
-        """The variables of the chat template that `chat_template_kwargs` may set."""
-        return template_variables(self.tokenizer)
+        return PromptBuilder(self.tokenizer, replace(self.template, chat_template_kwargs=merged), shared=self)
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -90,30 +189,11 @@ class PromptBuilder:
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a passage's chunk, the same in every prompt."""
-        return self._text_ids(self.template.format_chunk(text), bounded=False)
-
-    @cached_property
-    def longest_token(self) -> int:
-        """The largest number of characters of one token."""
-        return max(map(len, self.tokenizer.get_vocab()))
-
-    @cached_property
-    def longest_visible_token(self) -> int:
-        """The largest number of characters of one token that are no whitespace."""
-        return max(len(token.translate(WRITTEN_WHITESPACE)) for token in self.tokenizer.get_vocab())
-
-    @property
-    def chunk_lead(self) -> int:
-        """The number of characters of a chunk before its passage's text."""
-        return len(self.template.chunk.partition("{text}")[0].format())
+        return self.tokens.ids(self.template.format_chunk(text), bounded=False)
 
     def chunk_offsets(self, text: str) -> tuple[tuple[int, int], ...]:
-        """Return the characters `start <= c < stop` of a passage's chunk for each of its token ids.
-
-        Tokens that share a character outside ASCII each have the whole character.
-        """
-        chunk = self.template.format_chunk(text)
-        return tuple(self._encoding(self._without_special, chunk, bounded=False).offsets)
+        """Return the characters `start <= c < stop` of a passage's chunk for each of its token ids."""
+        return self.tokens.offsets(self.template.format_chunk(text))
 
     def build(
         self,
@@ -144,13 +224,13 @@ class PromptBuilder:
         for index, (kind, rendered) in enumerate(parts):
             if kind == "context":
                 tokens = 0
-                for chunk in chunks:
-                    ids = self._text_ids(self.template.format_chunk(chunk))
+                for chunk in map(self.template.format_chunk, chunks):
+                    ids = self.tokens.ids(chunk)
                     tokens += len(ids)
-                    self._require_fitting(tokens)
-                    segments.append(Segment(Role.CHUNK, ids, self.template.format_chunk(chunk)))
+                    self.tokens.require_fitting(tokens)
+                    segments.append(Segment(Role.CHUNK, ids, chunk))
             elif kind == "question":
-                segments.append(Segment(Role.QUESTION, self._text_ids(question), question))
+                segments.append(Segment(Role.QUESTION, self.tokens.ids(question), question))
             elif index == 0 and self.prefix_ids and rendered == self._fixed_parts[0][1]:
                 segments.append(Segment(Role.SYSTEM_PREFIX, self.prefix_ids, rendered.text))
             elif split_text is not None:
@@ -164,25 +244,9 @@ class PromptBuilder:
         context = "".join(self.template.format_chunk(chunk) for chunk in chunks)
         return self._messages(question, context, history)
 
-    def encode_whole(self, rendered: RenderedText, *, begin: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Tokenise finished text as the model's own pipeline does, but keep spelt special tokens as text.
-
-        Args:
-            rendered: the text.
-            begin: put the tokenizer's start token in front if it is missing.
-
-        Returns:
-            Token ids, and the characters `start <= c < stop` of each token.
-        """
-        ids, offsets = list[int](), list[tuple[int, int]]()
-        for piece_start, text, is_special in rendered.pieces():
-            core = self._with_special if is_special else self._without_special
-            started = piece_start > 0 or text.startswith(self.tokenizer.bos_token or "\0")
-            encoding = self._encoding(core, text, add_special_tokens=begin and not started)
-            ids += encoding.ids
-            self._require_fitting(len(ids))
-            offsets += [(start + piece_start, stop + piece_start) for start, stop in encoding.offsets]
-        return tuple(ids), offsets
+    def render(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> RenderedText:
+        """Render a conversation with the wording's variables, see `ChatTemplate.render`."""
+        return self.chat_template.render(messages, tools, self.template.chat_template_kwargs)
 
     @cached_property
     def _fixed_parts(self) -> TemplateParts:
@@ -192,18 +256,20 @@ class PromptBuilder:
         self, history: Sequence[Turn] = (), tools: Sequence[Tool] = (), later: Sequence[Turn] = ()
     ) -> TemplateParts:
         """Return the rendered template in order: literal, context, literal, question, literal, or question first."""
-        number = marker_number(history, tools, later, self.template.chat_template_kwargs)
+        kwargs = self.template.chat_template_kwargs
+        number = marker_number(history, tools, later, kwargs)
         markers = {name: f"[[qcfuse:{number}:{name}]]" for name in MARKERS}
-        # The prompt template is the developer's, so special tokens in it count as such; everything else is marked.
-        special_tokens = self._mark([*history, *later], tools)
-        turns = special_tokens.turns
-        messages = self._messages(markers["question"], markers["context"], turns[: len(history)])
-        rendered = self._render(list(map(as_mapping, [*messages, *turns[len(history) :]])), special_tokens)
-        positions = sorted((rendered.text.find(marker), name) for name, marker in markers.items())
+
+        # The prompt template is the developer's, so special tokens in it count as such; in everything else they do not.
+        def around(turns: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+            messages = self._messages(markers["question"], markers["context"], turns[: len(history)])
+            return list(map(as_mapping, [*messages, *turns[len(history) :]]))
+
+        rendered = self.chat_template.render([*history, *later], tools, kwargs, arrange=around)
         if any(rendered.text.count(marker) != 1 for marker in markers.values()):
             raise InvalidTemplate("the tokenizer's chat template repeats or drops message text; it cannot be cut apart")
         parts, end = [], 0
-        for start, name in positions:
+        for start, name in sorted((rendered.text.find(marker), name) for name, marker in markers.items()):
             parts += [("literal", rendered.part(end, start)), (name, RenderedText(""))]
             end = start + len(markers[name])
         return [*parts, ("literal", rendered.part(end, len(rendered.text)))]
@@ -219,135 +285,38 @@ class PromptBuilder:
         system: list[Turn] = [("system", "\n\n".join(filter(None, texts)))] if texts else []
         return [*system, *history[len(leading) :], *messages[n_system:]]
 
-    def render(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> RenderedText:
-        """Render a conversation with the chat template, up to the start of the answer.
-
-        Special tokens that messages and tools spell stay text, see `prompts.special_tokens`.
-
-        Raises:
-            InvalidTemplate: if the chat template does not take these messages, does not show the given tools, or does
-                not read one of the `chat_template_kwargs`.
-        """
-        special_tokens = self._mark(messages, tools)
-        return self._render(special_tokens.turns, special_tokens)
-
-    def _mark(self, messages: Sequence[Turn], tools: Sequence[Tool]) -> SpecialTokenMarker:
-        kwargs = self.template.chat_template_kwargs
-        return SpecialTokenMarker(self._special, map(as_mapping, messages), tools, kwargs)
-
-    def _render(self, turns: Sequence[Mapping[str, Any]], special_tokens: SpecialTokenMarker) -> RenderedText:
-        """Render turns, with the tools and variables in which special tokens are marked, and unmark these."""
-        tools, kwargs = special_tokens.tools, special_tokens.kwargs
-        if unread := sorted(kwargs.keys() - self.variables):
-            raise InvalidTemplate(
-                f"chat_template_kwargs cannot set {', '.join(unread)}: the tokenizer's chat template reads "
-                f"{', '.join(sorted(self.variables)) or 'no variable'} besides messages, tools and special tokens"
-            )
-        return special_tokens.unmark(self._render_marked(turns, tools, kwargs))
-
-    def _render_marked(
-        self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool], kwargs: Mapping[str, Any]
-    ) -> str:
-        if tools and not self.shows_tools:
-            raise InvalidTemplate(
-                "the tokenizer's chat template has no place for tools: take a model that was trained to call tools, or "
-                "ask for JSON by a schema, which works with any model"
-            )
-        if self.tokenizer.chat_template is None:
-            start = self.tokenizer.bos_token or ""
-            return start + "\n\n".join(turn["content"] for turn in turns)
-        mergeable = len(turns) > 1 and turns[0]["role"] == "system"
-        try:
-            if not mergeable or self._shows_system:
-                return self._apply(turns, tools, kwargs)
-        except TemplateError as error:
-            if not mergeable:
-                raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
-        # Some chat templates refuse or omit the system role: put its text in front of the first turn.
-        system, first, *rest = turns
-        merged = [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
-        try:
-            return self._apply(merged, tools, kwargs)
-        except TemplateError as error:
-            raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
-
-    @cached_property
-    def _shows_system(self) -> bool:
-        """Whether the tokenizer's chat template shows system messages."""
-        text = "[[qcfuse:system]]"
-        try:
-            turns = [{"role": "system", "content": text}, {"role": "user", "content": "?"}]
-            return text in self._apply(turns, (), self.template.chat_template_kwargs)
-        except TemplateError:
-            return False
-
-    @property
-    def shows_tools(self) -> bool:
-        """Whether the tokenizer's chat template has a place for tools."""
-        if self.tokenizer.chat_template is None:
-            return False
-        return "tools" in str(self.tokenizer.get_chat_template(tools=[{}]))
-
-    def _apply(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> str:
-        tool_list = list(tools) or None
-
-        def render() -> str:
-            try:
-                rendered = self.tokenizer.apply_chat_template(
-                    turns,
-                    tools=tool_list,
-                    chat_template=STOPPED_CLOCK + self.tokenizer.get_chat_template(tools=tool_list),
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    date_string=TEMPLATE_DATE,
-                    **kwargs,
-                )
-            except (TypeError, ValueError, LookupError, AttributeError) as error:  # a value that it does not expect
-                raise TemplateError(f"{type(error).__name__}: {error}") from error
-            return str(rendered)
-
-        return render_bounded(render)
-
     def _encode(self, rendered: RenderedText) -> tuple[int, ...]:
-        return self.encode_whole(rendered, begin=False)[0]
+        return self.tokens.encode_whole(rendered, begin=False)[0]
 
-    def _text_ids(self, text: str, *, bounded: bool = True) -> tuple[int, ...]:
-        """Tokenise a segment without special tokens: a passage cannot end a turn."""
-        return tuple(self._encoding(self._without_special, text, bounded=bounded).ids)
 
-    def _encoding(
-        self, core: Tokenizer, text: str, *, add_special_tokens: bool = False, bounded: bool = True
-    ) -> Encoding:
-        """Tokenise a text; other threads run meanwhile, as they do not beside `Tokenizer.encode`."""
-        if bounded and self.context_tokens is not None and len(text) > max(2 * self.context_tokens, PIECE_CHARACTERS):
-            tokens = 0
-            for start in range(0, len(text), PIECE_CHARACTERS):
-                (piece,) = core.encode_batch([text[start : start + PIECE_CHARACTERS]], add_special_tokens=False)
-                tokens += len(piece)
-                self._require_fitting(tokens)
-        (encoding,) = core.encode_batch([text], add_special_tokens=add_special_tokens)
-        return encoding
+def tokenizer_copy(tokenizer: PreTrainedTokenizerBase, *, split_special: bool) -> Tokenizer:
+    """Return a copy of a tokenizer without truncation and padding, which shares the vocabulary.
 
-    def _require_fitting(self, tokens: int) -> None:
-        if self.context_tokens is not None and tokens > max(2 * self.context_tokens, CHEAP_TOKENS):
-            raise PromptTooLong(
-                f"more than {tokens:,} tokens cannot fit a context window of {self.context_tokens:,} tokens"
-            )
+    Whether special tokens are recognised in text is a setting of the tokenizer, which threads share; so each setting
+    has its copy. Copying the vocabulary as well would take half a second for 150,000 tokens.
 
-    @cached_property
-    def _special(self) -> tuple[str, ...]:
-        return special_tokens_of(self.tokenizer)
-
-    @cached_property
-    def _with_special(self) -> Tokenizer:
-        return tokenizer_copy(self.tokenizer, split_special=False)
-
-    @cached_property
-    def _without_special(self) -> Tokenizer:
-        return tokenizer_copy(self.tokenizer, split_special=True)
+    Args:
+        tokenizer: the tokenizer.
+        split_special: whether text that is spelt like a special token is plain text.
+    """
+    original = tokenizer.backend_tokenizer
+    core = Tokenizer(original.model)
+    for part in TOKENIZER_PARTS:
+        if getattr(original, part) is not None:
+            setattr(core, part, getattr(original, part))
+    added = [token for _, token in sorted(original.get_added_tokens_decoder().items())]
+    for special, tokens in groupby(added, key=attrgetter("special")):
+        (core.add_special_tokens if special else core.add_tokens)(list(tokens))
+    core.encode_special_tokens = split_special
+    return core
 
 
 def marker_number(*texts: object) -> str:
     """Return a number that no marker in messages, tools or variables has."""
     used = set(MARKER_NUMBERS.findall("".join(map(str, texts))))
     return next(number for number in map(str, count()) if number not in used)
+
+
+def estimate_length(*values: Any) -> int:
+    """Return the number of characters of texts, or about how many a template prints for messages or tools."""
+    return sum(INDENT * (depth - 1) + len(str(leaf)) for leaf, depth in leaves(values) if depth)

@@ -1,4 +1,15 @@
-"""Build prompts with the warmed passages that are recognised in text that a framework or a conversation brings."""
+r"""Recognise warmed passages in text: in finished text that a framework has joined, and in a conversation's turns.
+
+A text is read as *atoms*, words and single other characters, and the *gaps* between them: whitespace, as such or
+escaped as `\n`. A passage is recognised by hashes of its atoms, so that a framework may strip, indent or quote it. Its
+gaps are kept, so that the passage can be put together again as it was warmed. No text is kept: the store has hashes, as
+hard to guess as a chunk's address, and the whitespace of each passage. A passage that loses its last source is no
+longer recognised.
+
+A prompt's ids are those of the text tokenised as a whole. A passage was tokenised alone when it was warmed; its tokens
+equal those of the text everywhere but at its edges. Equal tokens use the stored cache; others are ordinary rows. So a
+method that finds or reuses nothing computes exactly the prompt of the model's own pipeline.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +27,8 @@ import xxhash
 from qcfuse_rag.errors import InvalidTemplate, StoreError
 from qcfuse_rag.models.fingerprint import Fingerprint, digest
 from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.prompts.length_limit import require_short
+from qcfuse_rag.prompts.chat_template import RenderedText
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
-from qcfuse_rag.prompts.special_tokens import RenderedText
 from qcfuse_rag.prompts.template import Tool, Turn
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
@@ -28,29 +38,106 @@ UNSOUGHT = "no passages were looked for"
 
 MIN_RUN = 16
 """Fewest equal tokens in a row that are worth a read from the store."""
+ANCHOR = 12
+"""Atoms in an anchor, whose hash suggests a passage; shorter passages are not found, and cost little to compute."""
+PIECES = re.compile(r"((?:\\[nrt]|\s)+)|\w+|[^\w\s]")
+SEPARATOR = "\0"
+
+INSERT_SIGNATURE = """
+INSERT OR REPLACE INTO located SELECT ?1, ?2, ?3, ?4, ?5 WHERE NOT EXISTS (
+    SELECT 1 FROM located WHERE name = ?1 AND anchor = ?2 AND atoms = ?3 AND gaps IS ?4 AND passage = ?5
+)
+"""
+"""Does not write a row that exists: every process would read all anchors again."""
+
+HEX_DIGITS = 32
+SELECT_ANCHORS = f"SELECT anchor FROM located WHERE substr(name, 1, length(name) - {HEX_DIGITS}) = ?"
+"""Of one tenant, whose names have the same characters before the digits; it must not learn how many others have."""
 
 
-def prompt_from_joined_text(
-    builder: PromptBuilder, rendered: RenderedText, matches: Sequence[PassageMatch] = (), *, begin: bool = False
+@dataclass(frozen=True, slots=True)
+class PassageMatch:
+    """A passage in a text: it takes the characters `start <= c < stop`, and was warmed as `text`."""
+
+    start: int
+    stop: int
+    text: str
+
+
+FindPassages = Callable[[str], list[PassageMatch]]
+"""Returns the warmed passages in a text, in order; raises `StoreError` if it cannot be searched."""
+
+
+def prompt_from_text(
+    builder: PromptBuilder,
+    find: FindPassages,
+    conversation: Sequence[Turn] | str,
+    tools: Sequence[Tool] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """Build a prompt from a text.
+    """Build a prompt from chat messages or finished text; see `FusionEngine.prompt_from_text`.
 
-    Args:
-        builder: builder of the prompts that passages are warmed for.
-        rendered: a conversation or finished text.
-        matches: passages found in the text, in order.
-        begin: put the tokenizer's start token in front.
+    If the passages cannot be searched, the whole text is computed, and the prompt's note says why.
     """
-    segments = text_segments(builder, rendered, matches, begin=begin)
-    return Prompt(tuple(segments), prefix_ids=builder.prefix_ids, joined=True)
+    builder.tokens.require_short(conversation, *tools, chat_template_kwargs or "")
+    finished = isinstance(conversation, str)
+    if finished and chat_template_kwargs:
+        raise InvalidTemplate("finished text has no chat template; give messages, or omit chat_template_kwargs")
+    builder = builder.with_kwargs(chat_template_kwargs)
+    rendered = RenderedText(conversation) if isinstance(conversation, str) else builder.render(conversation, tools)
+    builder.tokens.require_short(rendered.text)  # the template has added to it
+    matches, note = _search(find, rendered)
+    segments = text_segments(builder, rendered, matches, begin=finished)
+    return Prompt(tuple(segments), prefix_ids=builder.prefix_ids, joined=True, note=note)
+
+
+def prompt_among_turns(
+    builder: PromptBuilder,
+    find: FindPassages,
+    question: str,
+    passages: Sequence[str],
+    history: Sequence[Turn],
+    tools: Sequence[Tool],
+    later: Sequence[Turn],
+) -> Prompt:
+    """Build a prompt from a question, its passages and other turns, in which warmed passages are recognised.
+
+    Earlier questions may contain passages, and tools may have found some. They stay in their turns. See
+    `PromptBuilder.build` for the arguments and `FusionEngine.prompt` for errors.
+    """
+    if not history and not later:
+        return builder.build(question, passages, tools=tools)
+    notes: list[str | None] = []
+
+    def split_text(rendered: RenderedText) -> list[Segment]:
+        matches, note = _search(find, rendered)
+        notes.append(note)
+        return text_segments(builder, rendered, matches)
+
+    prompt = builder.build(question, passages, history, tools, later, split_text)
+    return replace(prompt, note=next(filter(None, notes), None), joined=True)
+
+
+def _search(find: FindPassages, rendered: RenderedText) -> tuple[list[PassageMatch], str | None]:
+    try:
+        return find(rendered.text), None
+    except StoreError as error:
+        return [], f"{UNSOUGHT}: {error}"
 
 
 def text_segments(
-    builder: PromptBuilder, rendered: RenderedText, matches: Sequence[PassageMatch], *, begin: bool = False
+    builder: PromptBuilder, rendered: RenderedText, matches: Sequence[PassageMatch] = (), *, begin: bool = False
 ) -> list[Segment]:
-    """Return the segments of a text, of which the last one is not stored; see `prompt_from_joined_text`."""
+    """Return the segments of a conversation or of finished text, of which the last one is not stored.
+
+    Args:
+        builder: builder of the prompts that passages are warmed for.
+        rendered: the text.
+        matches: passages found in the text, in order.
+        begin: put the tokenizer's start token in front.
+    """
     text = rendered.text
-    ids, offsets = builder.encode_whole(rendered, begin=begin)
+    ids, offsets = builder.tokens.encode_whole(rendered, begin=begin)
     if not ids:  # `Prompt` refuses a prompt of nothing else with the reason
         return [Segment(Role.TEXT, (), text)]
 
@@ -76,7 +163,7 @@ def _stored_parts(
     matches: Sequence[PassageMatch],
 ) -> Iterator[tuple[int, int, ChunkPart]]:
     """Yield the token ranges `start <= t < stop` whose tokens equal those of a stored chunk, in order."""
-    start = 0
+    start, lead = 0, builder.template.chunk_lead
     for match in matches:
         while start < len(ids) and offsets[start][1] <= match.start:
             start += 1
@@ -85,7 +172,7 @@ def _stored_parts(
             stop += 1
         chunk_ids = builder.chunk_ids(match.text)
         in_text = _positioned(text[match.start : match.stop], ids[start:stop], offsets[start:stop], match.start)
-        in_chunk = _positioned(match.text, chunk_ids, builder.chunk_offsets(match.text), builder.chunk_lead)
+        in_chunk = _positioned(match.text, chunk_ids, builder.chunk_offsets(match.text), lead)
         for chunk_start, text_start, size in _equal_runs(in_chunk, in_text):
             if size >= MIN_RUN:
                 first = start + text_start
@@ -98,18 +185,13 @@ PositionedToken = tuple[int, int, int]
 
 
 def _positioned(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], lead: int) -> list[PositionedToken]:
-    """Return the positions of tokens in a text without its whitespace.
-
-    Args:
-        text: the text.
-        ids: token ids.
-        offsets: characters `start <= c < stop` of each token, counted from `lead` characters before the text.
-        lead: offset of the text's first character.
-    """
-    atoms = atom_characters_before(text)
-    last = len(text)
+    """Return the positions of tokens in a text without its whitespace; offsets count from `lead` characters before."""
+    before = [0] * (len(text) + 1)  # characters of atoms before each position
+    for _, start, stop in _atoms(text):
+        before[start + 1 : stop + 1] = [1] * (stop - start)
+    before, last = list(accumulate(before)), len(text)
     inside = [(min(max(start - lead, 0), last), min(max(stop - lead, 0), last)) for start, stop in offsets]
-    return [(atoms[start], atoms[stop], token) for (start, stop), token in zip(inside, ids, strict=True)]
+    return [(before[start], before[stop], token) for (start, stop), token in zip(inside, ids, strict=True)]
 
 
 def _equal_runs(left: list[PositionedToken], right: list[PositionedToken]) -> Iterator[tuple[int, int, int]]:
@@ -131,20 +213,111 @@ def _equal_runs(left: list[PositionedToken], right: list[PositionedToken]) -> It
         yield i - size, j - size, size
 
 
-INSERT_SIGNATURE = """
-INSERT OR REPLACE INTO located SELECT ?1, ?2, ?3, ?4, ?5 WHERE NOT EXISTS (
-    SELECT 1 FROM located WHERE name = ?1 AND anchor = ?2 AND atoms = ?3 AND gaps IS ?4 AND passage = ?5
-)
-"""
-"""Does not write a row that exists: every process would read all anchors again."""
+@dataclass(frozen=True, slots=True)
+class PassageSignature:
+    """What a passage is recognised by.
 
-HEX_DIGITS = 32
-SELECT_ANCHORS = f"SELECT anchor FROM located WHERE substr(name, 1, length(name) - {HEX_DIGITS}) = ?"
-"""Of one tenant, whose names have the same characters before the digits; it must not learn how many others have."""
+    Attributes:
+        anchor: 64-bit hash of its first atoms.
+        atoms: number of its atoms.
+        name: digest of all its atoms.
+        gaps: whitespace before, between and after the atoms, compressed.
+    """
+
+    anchor: int
+    atoms: int
+    name: str
+    gaps: bytes
+
+
+def passage_signature(text: str, seed: int) -> PassageSignature | None:
+    """Return the signature of a passage, or None if it is too short.
+
+    Args:
+        text: the passage.
+        seed: of the anchor's hash.
+    """
+    atoms = list(_atoms(text))
+    if len(atoms) < ANCHOR:
+        return None
+    edges = [0, *(edge for _, start, stop in atoms for edge in (start, stop)), len(text)]
+    gaps = [text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
+    joined, starts = _joined(atoms)
+    packed = zlib.compress(SEPARATOR.join(gaps).encode(), 9)
+    return PassageSignature(_anchor_hash(joined[: starts[ANCHOR] - 1], seed), len(atoms), digest(joined), packed)
+
+
+SignaturesByLength = dict[int, dict[str, PassageSignature]]
+"""Signatures by number of atoms, rising, then by name; of equal ones the first."""
+
+
+def find_passages(
+    text: str, seed: int, known: Callable[[int], Iterable[PassageSignature]], name: Callable[[str], str] = str
+) -> list[PassageMatch]:
+    """Return the passages in a text, in order and without overlaps; of those with the same beginning the longest.
+
+    Args:
+        text: any text.
+        seed: of the anchors' hashes.
+        known: returns the signatures with an anchor; called for every atom of the text, but once for an anchor that
+            has signatures.
+        name: turns a digest of atoms into the name that signatures from `known` have.
+    """
+    atoms = list(_atoms(text))
+    joined, starts = _joined(atoms)
+    matches, position, by_anchor = list[PassageMatch](), 0, dict[int, SignaturesByLength]()
+    while position + ANCHOR <= len(atoms):
+        anchor = _anchor_hash(joined[starts[position] : starts[position + ANCHOR] - 1], seed)
+        candidates = by_anchor.get(anchor)
+        if candidates is None and (signatures := list(known(anchor))):
+            candidates = by_anchor[anchor] = {}
+            for signature in sorted(signatures, key=lambda signature: signature.atoms):
+                candidates.setdefault(signature.atoms, {}).setdefault(signature.name, signature)
+        found = _longest(joined, starts, position, candidates, name) if candidates else None
+        if found is None:
+            position += 1
+            continue
+        end = position + found.atoms
+        # The atoms of this text, with the whitespace that the passage had when it was warmed.
+        gaps = zlib.decompress(found.gaps).decode().split(SEPARATOR)
+        warmed = gaps[0] + "".join(atom[0] + gap for atom, gap in zip(atoms[position:end], gaps[1:], strict=True))
+        matches.append(PassageMatch(atoms[position][1], atoms[end - 1][2], warmed))
+        position = end
+    return matches
+
+
+def _longest(
+    joined: bytes, starts: list[int], position: int, candidates: SignaturesByLength, name: Callable[[str], str]
+) -> PassageSignature | None:
+    """Return the longest passage that begins at an atom; the text is hashed once, however many candidates there are."""
+    state, hashed, digests = hashlib.blake2b(digest_size=16), starts[position], list[tuple[str, int]]()
+    for atoms in candidates:
+        if position + atoms >= len(starts):
+            break
+        state.update(joined[hashed : starts[position + atoms] - 1])
+        hashed = starts[position + atoms] - 1
+        digests.append((state.hexdigest(), atoms))  # equals `digest` of all atoms so far
+    found = (candidates[atoms].get(name(atoms_digest)) for atoms_digest, atoms in reversed(digests))
+    return next((signature for signature in found if signature is not None), None)
+
+
+def _atoms(text: str) -> Iterator[tuple[str, int, int]]:
+    """Yield text, start and end of each atom."""
+    return ((piece[0], piece.start(), piece.end()) for piece in PIECES.finditer(text) if piece[1] is None)
+
+
+def _joined(atoms: list[tuple[str, int, int]]) -> tuple[bytes, list[int]]:
+    """Return the atoms as the bytes to be hashed, and where each begins there; last, where another one would."""
+    words = [word.encode("utf-8", "surrogatepass") for word, _, _ in atoms]
+    return SEPARATOR.encode().join(words), list(accumulate((len(word) + 1 for word in words), initial=0))
+
+
+def _anchor_hash(joined: bytes, seed: int) -> int:
+    return xxhash.xxh3_64_intdigest(joined, seed) - (1 << 63)  # signed, as SQLite stores integers
 
 
 class PassageSignatures:
-    """Recognises the passages of a model's chunks.
+    """The signatures of a model's passages in the store's manifest.
 
     Every method raises `StoreError` if the manifest cannot be read or written.
 
@@ -157,17 +330,8 @@ class PassageSignatures:
         self._sources, self._fingerprint = sources, fingerprint
         self._anchors: tuple[object, frozenset[int]] = (None, frozenset())
 
-    @cached_property
-    def _seed(self) -> int:
-        """Seed of the hashes, which differs between stores and tenants."""
-        return int(self._name("")[-16:], 16)
-
     def add(self, passages: Iterable[tuple[str, ChunkKey]]) -> None:
-        """Recognise these passages from now on.
-
-        Args:
-            passages: texts as they will be in prompts, with a key of each under any base.
-        """
+        """Recognise passages from now on: texts as they will be in prompts, with a key of each under any base."""
         rows = [
             (
                 self._name(signature.name),
@@ -189,14 +353,19 @@ class PassageSignatures:
     def find(self, text: str) -> list[PassageMatch]:
         """Return the passages in a text, in order."""
         anchors = self._known_anchors()
-        if not anchors:
-            return []
-        known = lambda anchor: self._with_anchor(anchor) if anchor in anchors else ()  # noqa: E731
-        return find_passages(text, self._seed, known, self._name)
 
-    def _with_anchor(self, anchor: int) -> list[PassageSignature]:
-        rows = self._sources().manifest.read("SELECT name, atoms, gaps FROM located WHERE anchor = ?", anchor)
-        return [PassageSignature(anchor, atoms, name, gaps) for name, atoms, gaps in rows]
+        def known(anchor: int) -> list[PassageSignature]:
+            if anchor not in anchors:
+                return []
+            rows = self._sources().manifest.read("SELECT name, atoms, gaps FROM located WHERE anchor = ?", anchor)
+            return [PassageSignature(anchor, atoms, name, gaps) for name, atoms, gaps in rows]
+
+        return find_passages(text, self._seed, known, self._name) if anchors else []
+
+    @cached_property
+    def _seed(self) -> int:
+        """Seed of the hashes, which differs between stores and tenants."""
+        return int(self._name("")[-16:], 16)
 
     def _known_anchors(self) -> frozenset[int]:
         """Return all anchors, read again whenever somebody has written to the manifest."""
@@ -211,207 +380,3 @@ class PassageSignatures:
     def _name(self, digest: str) -> str:
         """Return the name under which a passage with this digest of atoms is kept."""
         return self._sources().passage_id(ChunkKey(self._fingerprint, "located", "", digest))
-
-
-ANCHOR = 12
-"""Atoms in an anchor, whose hash suggests a passage; shorter passages are not found, and cost little to compute."""
-PIECES = re.compile(r"((?:\\[nrt]|\s)+)|\w+|[^\w\s]")
-SEPARATOR = "\0"
-
-
-@dataclass(frozen=True, slots=True)
-class PassageSignature:
-    """What a passage is recognised by.
-
-    Attributes:
-        anchor: 64-bit hash of its first atoms.
-        atoms: number of its atoms.
-        name: digest of all its atoms.
-        gaps: whitespace before, between and after the atoms, compressed.
-    """
-
-    anchor: int
-    atoms: int
-    name: str
-    gaps: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PassageMatch:
-    """A passage in a text: it takes the characters `start <= c < stop`, and was warmed as `text`."""
-
-    start: int
-    stop: int
-    text: str
-
-
-SignaturesByLength = dict[int, dict[str, PassageSignature]]
-"""Signatures by number of atoms, then by name."""
-
-
-def passage_signature(text: str, seed: int) -> PassageSignature | None:
-    """Return the signature of a passage, or None if it is too short.
-
-    Args:
-        text: the passage.
-        seed: of the anchor's hash.
-    """
-    atoms = list(_atoms(text))
-    if len(atoms) < ANCHOR:
-        return None
-    edges = [0, *(edge for _, start, stop in atoms for edge in (start, stop)), len(text)]
-    gaps = [text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
-    joined, starts = _joined(atoms)
-    packed = zlib.compress(SEPARATOR.join(gaps).encode(), 9)
-    return PassageSignature(_anchor_hash(joined[: starts[ANCHOR] - 1], seed), len(atoms), digest(joined), packed)
-
-
-def find_passages(
-    text: str, seed: int, known: Callable[[int], Iterable[PassageSignature]], name: Callable[[str], str] = str
-) -> list[PassageMatch]:
-    """Return the passages in a text, in order and without overlaps; of those with the same beginning the longest.
-
-    Args:
-        text: any text.
-        seed: of the anchors' hashes.
-        known: returns the signatures with an anchor; called for every atom of the text, but once for an anchor that
-            has signatures.
-        name: turns a digest of atoms into the name that signatures from `known` have.
-    """
-    atoms = list(_atoms(text))
-    joined, starts = _joined(atoms)
-    matches, position, by_anchor = list[PassageMatch](), 0, dict[int, SignaturesByLength]()
-    while position + ANCHOR <= len(atoms):
-        anchor = _anchor_hash(joined[starts[position] : starts[position + ANCHOR] - 1], seed)
-        candidates = by_anchor.get(anchor) or _by_length(known(anchor))
-        if candidates:
-            by_anchor[anchor] = candidates
-        signature = _longest(joined, starts, position, candidates, name) if candidates else None
-        if signature is None:
-            position += 1
-            continue
-        end = position + signature.atoms
-        # The atoms of this text, with the whitespace that the passage had when it was warmed.
-        gaps = zlib.decompress(signature.gaps).decode().split(SEPARATOR)
-        warmed = gaps[0] + "".join(atom[0] + gap for atom, gap in zip(atoms[position:end], gaps[1:], strict=True))
-        matches.append(PassageMatch(atoms[position][1], atoms[end - 1][2], warmed))
-        position = end
-    return matches
-
-
-def atom_characters_before(text: str) -> list[int]:
-    """Return for each position in a text, its end included, how many characters before it belong to atoms."""
-    counts = [0] * (len(text) + 1)
-    for _, start, stop in _atoms(text):
-        counts[start + 1 : stop + 1] = [1] * (stop - start)
-    return list(accumulate(counts))
-
-
-def _atoms(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield text, start and end of each atom."""
-    return ((piece[0], piece.start(), piece.end()) for piece in PIECES.finditer(text) if piece[1] is None)
-
-
-def _joined(atoms: list[tuple[str, int, int]]) -> tuple[bytes, list[int]]:
-    """Return the atoms as the bytes to be hashed, and where each begins there; last, where another one would."""
-    words = [word.encode("utf-8", "surrogatepass") for word, _, _ in atoms]
-    return SEPARATOR.encode().join(words), list(accumulate((len(word) + 1 for word in words), initial=0))
-
-
-def _anchor_hash(joined: bytes, seed: int) -> int:
-    return xxhash.xxh3_64_intdigest(joined, seed) - (1 << 63)  # signed, as SQLite stores integers
-
-
-def _by_length(signatures: Iterable[PassageSignature]) -> SignaturesByLength:
-    """Return signatures by number of atoms, rising, and by name; of equal ones the first."""
-    by_length: SignaturesByLength = {}
-    for signature in sorted(signatures, key=lambda signature: signature.atoms):
-        by_length.setdefault(signature.atoms, {}).setdefault(signature.name, signature)
-    return by_length
-
-
-def _longest(
-    joined: bytes, starts: list[int], position: int, candidates: SignaturesByLength, name: Callable[[str], str]
-) -> PassageSignature | None:
-    """Return the longest passage that begins at an atom; the text is hashed once, however many candidates there are."""
-    state, hashed, digests = hashlib.blake2b(digest_size=16), starts[position], list[tuple[str, int]]()
-    for atoms in candidates:
-        if position + atoms >= len(starts):
-            break
-        state.update(joined[hashed : starts[position + atoms] - 1])
-        hashed = starts[position + atoms] - 1
-        digests.append((state.hexdigest(), atoms))  # equals `digest` of all atoms so far
-    for atoms_digest, atoms in reversed(digests):
-        signature = candidates[atoms].get(name(atoms_digest))
-        if signature is not None:
-            return signature
-    return None
-
-
-def recognise(
-    builder: PromptBuilder,
-    signatures: PassageSignatures,
-    conversation: Sequence[Turn] | str,
-    tools: Sequence[Tool],
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> Prompt:
-    """Build a prompt from chat messages or finished text; see `FusionEngine.prompt_from_text`.
-
-    Args:
-        builder: builder of the prompts that passages are warmed for.
-        signatures: of the warmed passages. If they cannot be read, the whole text is computed, and the prompt's note
-            says why.
-        conversation: chat messages, or finished text.
-        tools: what the model may call, for chat messages.
-        chat_template_kwargs: variables of the chat template, for chat messages.
-
-    Raises:
-        InvalidTemplate: if the tokenizer's chat template does not take the messages, tools or variables; or if finished
-            text is given with variables.
-        PromptTooLong: if it is far beyond the context window.
-    """
-    require_short(builder, conversation, *tools, chat_template_kwargs or "")
-    finished = isinstance(conversation, str)
-    if finished and chat_template_kwargs:
-        raise InvalidTemplate("finished text has no chat template; give messages, or omit chat_template_kwargs")
-    builder = builder.with_kwargs(chat_template_kwargs)
-    rendered = RenderedText(conversation) if isinstance(conversation, str) else builder.render(conversation, tools)
-    require_short(builder, rendered.text)  # the template has added to it
-    matches, note = _find(signatures, rendered)
-    prompt = prompt_from_joined_text(builder, rendered, matches, begin=finished)
-    return replace(prompt, note=note)
-
-
-def build_among_turns(
-    builder: PromptBuilder,
-    signatures: PassageSignatures,
-    question: str,
-    passages: Sequence[str],
-    history: Sequence[Turn],
-    tools: Sequence[Tool],
-    later: Sequence[Turn],
-) -> Prompt:
-    """Build a prompt from a question, its passages and other turns, in which warmed passages are recognised.
-
-    Earlier questions may contain passages, and tools may have found some. They stay in their turns. See
-    `PromptBuilder.build` for the arguments and `FusionEngine.prompt` for errors.
-    """
-    if not history and not later:
-        return builder.build(question, passages, tools=tools)
-    notes: list[str | None] = []
-
-    def split_text(rendered: RenderedText) -> list[Segment]:
-        matches, note = _find(signatures, rendered)
-        notes.append(note)
-        return text_segments(builder, rendered, matches)
-
-    prompt = builder.build(question, passages, history, tools, later, split_text)
-    return replace(prompt, note=next(filter(None, notes), None), joined=True)
-
-
-def _find(signatures: PassageSignatures, rendered: RenderedText) -> tuple[list[PassageMatch], str | None]:
-    """Return the warmed passages in a text, or none and the reason why it could not be searched."""
-    try:
-        return signatures.find(rendered.text), None
-    except StoreError as error:
-        return [], f"{UNSOUGHT}: {error}"

@@ -57,6 +57,11 @@ class PromptTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidTemplate(f"chat_template_kwargs has to be an object of JSON values: {error}") from error
 
+    @property
+    def chunk_lead(self) -> int:
+        """The number of characters of a chunk before its passage's text."""
+        return len(self.chunk.partition("{text}")[0].format())
+
     def format_chunk(self, text: str) -> str:
         """Return a passage as the prompt and the warmed chunk contain it."""
         return self.chunk.format(text=text)

@@ -18,7 +18,7 @@ from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.errors import Busy, Closed, QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.report import FusionReport
-from qcfuse_rag.generation.decode import Generation
+from qcfuse_rag.generation.decoding import Generation
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
 from qcfuse_rag.methods import make_method
@@ -219,7 +219,7 @@ class EngineBackend:
 
             def prepare(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
                 nonlocal response_format
-                response_format = request.to_response_format(shows_tools=engine.prompts.shows_tools)
+                response_format = request.to_response_format(shows_tools=engine.prompts.chat_template.shows_tools)
                 if isinstance(request, ChatRequest):
                     self._find_passages(request, passages)
                 prompt = request.make_prompt(engine, passages.texts, number)

@@ -118,7 +118,7 @@ class IdleWarming:
         engine = self._handle.engine
         if self._was_removed(text, source):
             return
-        if len(text) > LONGEST * engine.prompts.longest_token or len(engine.prompts.chunk_ids(text)) > LONGEST:
+        if len(text) > LONGEST * engine.prompts.tokens.longest_token or len(engine.prompts.chunk_ids(text)) > LONGEST:
             LOG.error("a passage of a request is not kept: it has more than %d tokens", LONGEST)
             return
         self.warmed += engine.warm([text], sources=[source], replace=False).warmed > 0

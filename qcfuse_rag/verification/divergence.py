@@ -1,22 +1,29 @@
-"""Compare two predictions: of the first token, or of every token along an answer."""
+"""Compare two caches: by the prediction of one token, or along full prefill's greedy answer.
+
+Teacher forcing feeds a cache the tokens of a fixed answer and reads its prediction before each of them. Two caches that
+predict along the same answer can so be compared at every token, not only at the first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.generation.detokenizer import Detokenizer
-from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answers
+from qcfuse_rag.generation.completion import Detokenizer, end_tokens
+from qcfuse_rag.runtime.forward import forward_logits
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerDivergence:
+class Divergence:
     """How two caches differ along the greedy answer over the first, at every token.
 
     Attributes:
@@ -74,7 +81,7 @@ def divergence(oracle: Tensor, other: Tensor) -> float:
     return max(float(terms.sum()), 0.0)  # in this order, NaN stays NaN
 
 
-def compare_answers(full: Tensor, other: Tensor) -> AnswerDivergence:
+def compare_answers(full: Tensor, other: Tensor) -> Divergence:
     """Compare two caches along the greedy answer over the first.
 
     Args:
@@ -87,23 +94,88 @@ def compare_answers(full: Tensor, other: Tensor) -> AnswerDivergence:
     if full.shape != other.shape or not len(full):
         raise ValueError(f"compare logits of the same answer, not of shapes {[*full.shape]} and {[*other.shape]}")
     kl = tuple(divergence(oracle, logits) for oracle, logits in zip(full, other, strict=True))
-    return AnswerDivergence(kl, tuple((full.argmax(-1) == other.argmax(-1)).tolist()))
+    return Divergence(kl, tuple((full.argmax(-1) == other.argmax(-1)).tolist()))
 
 
-GreedyAnswer = tuple[tuple[int, ...], Tensor]
-"""Token ids of a greedy answer, and `[N, vocabulary]` float32 logits before each; see `greedy_answers`."""
+def greedy_answer(runner: ModelRunner, prefilled: Prefilled, max_new_tokens: int) -> tuple[tuple[int, ...], Tensor]:
+    """Decode the greedy answer of one prompt; see `greedy_answers`."""
+    return greedy_answers(runner, [prefilled], max_new_tokens)[0]
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedAnswer:
-    """The greedy answer over a cache beside full prefill's.
+@torch.inference_mode()
+def greedy_answers(
+    runner: ModelRunner, prompts: Sequence[Prefilled], max_new_tokens: int
+) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Decode the greedy answers of prefilled prompts together: a step reads the weights once for all of them.
 
-    Attributes:
-        divergence: along full prefill's greedy answer.
-        ids: token ids of the answer; None if it differs and was not decoded.
+    The rows of an answer are written to its buffer after the prompt. That is harmless to later answers over the same
+    buffer: every pass computes these positions again before it reads them.
+
+    Args:
+        runner: computes the decode steps.
+        prompts: with capacity for all answer tokens but the last.
+        max_new_tokens: limit of the answers, at least 1.
+
+    Returns:
+        For each prompt the `N` token ids up to and including the end token, and the `[N, vocabulary]` float32 logits
+        before each.
+
+    Raises:
+        ValueError: if the limit is below 1 or a buffer is too small for it.
     """
+    if max_new_tokens < 1:
+        raise ValueError(f"an answer must have at least 1 token, got {max_new_tokens}")
+    for prefilled in prompts:
+        _check_capacity(prefilled, max_new_tokens)
+    ends = end_tokens(runner.lm)
+    answers = [[int(prefilled.logits.argmax())] for prefilled in prompts]
+    logits = [[prefilled.logits] for prefilled in prompts]
+    while unfinished := [i for i, ids in enumerate(answers) if ids[-1] not in ends and len(ids) < max_new_tokens]:
+        tokens = [answers[i][-1] for i in unfinished]
+        positions = [len(prompts[i].prompt) + len(answers[i]) - 1 for i in unfinished]
+        buffers = [prompts[i].buffer for i in unfinished]
+        for i, after in zip(unfinished, runner.decodes(tokens, positions, buffers), strict=True):
+            logits[i].append(after)
+            answers[i].append(int(after.argmax()))
+    return [(tuple(ids), torch.stack(rows)) for ids, rows in zip(answers, logits, strict=True)]
 
-    divergence: AnswerDivergence
+
+@torch.inference_mode()
+def answer_logits(runner: ModelRunner, prefilled: Prefilled, ids: Sequence[int]) -> Tensor:
+    """Compute the logits before each token of a given answer in one pass over a prefilled prompt (teacher forcing).
+
+    The pass sums in another order than decode steps do, so the results are equal within the rounding of the dtype.
+
+    Args:
+        runner: the model.
+        prefilled: the prompt, with capacity for all answer tokens but the last.
+        ids: the `N` tokens of the answer.
+
+    Returns:
+        `[N, vocabulary]` float32 logits; the first row is `prefilled.logits`.
+
+    Raises:
+        ValueError: if the buffer is too small for the answer.
+    """
+    if len(ids) < 2:
+        return prefilled.logits[None][: len(ids)]
+    _check_capacity(prefilled, len(ids))
+    lm, length = runner.lm, len(prefilled.prompt)
+    plan = RowsPlan.between(length, length + len(ids) - 1, lm.device, lm.sliding)
+    following = forward_logits(lm, torch.tensor(ids[:-1], device=lm.device), plan, prefilled.buffer)
+    return torch.cat([prefilled.logits[None], following])
+
+
+def _check_capacity(prefilled: Prefilled, answer_tokens: int) -> None:
+    needed, capacity = len(prefilled.prompt) + answer_tokens - 1, prefilled.buffer.capacity
+    if capacity < needed:
+        raise ValueError(f"prompt and answer need {needed} positions, the buffer has {capacity}; reserve more")
+
+
+class Compared(NamedTuple):
+    """The divergence along full prefill's answer, and the ids of a cache's own; None if it differs, not decoded."""
+
+    divergence: Divergence
     ids: tuple[int, ...] | None
 
 
@@ -115,19 +187,19 @@ def answer_text(lm: LanguageModel, ids: Sequence[int]) -> str:
 
 def compare_greedy_answers(
     runner: ModelRunner,
-    full: Sequence[GreedyAnswer],
+    full: Sequence[tuple[tuple[int, ...], Tensor]],
     prefilled: Sequence[Prefilled],
     max_new_tokens: int,
     *,
     decode: bool = True,
-) -> list[ComparedAnswer]:
+) -> list[Compared]:
     """Compare the greedy answers of prefilled prompts with full prefill's.
 
     An answer is identical if every token of full prefill's is predicted. Only the others are decoded, together.
 
     Args:
         runner: the model.
-        full: full prefill's answer to each prompt.
+        full: full prefill's answer to each prompt: its token ids, and `[N, vocabulary]` float32 logits before each.
         prefilled: the prompts, with capacity for `max_new_tokens`.
         max_new_tokens: limit of the answers, at least 1.
         decode: whether to decode answers that differ.
@@ -144,4 +216,4 @@ def compare_greedy_answers(
         decoded = greedy_answers(runner, [prefilled[index] for index in differing], max_new_tokens)
         for index, (ids, _) in zip(differing, decoded, strict=True):
             answers[index] = ids
-    return [ComparedAnswer(divergence, ids) for divergence, ids in zip(divergences, answers, strict=True)]
+    return list(map(Compared, divergences, answers))

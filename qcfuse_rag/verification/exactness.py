@@ -8,7 +8,6 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -225,14 +224,12 @@ def check_exact_once(lm: LanguageModel) -> ExactnessCheck:
 
 def check_identity(lm: LanguageModel) -> dict[str, Any]:
     """Return all that the result of a check depends on, ready for JSON."""
-    package = Path(qcfuse_rag.__file__).parent
     return {
         "fingerprint": lm.fingerprint.digest,
         "architecture": type(lm.model).__name__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "qcfuse-rag": qcfuse_rag.__version__,
-        "changed": max(path.stat().st_mtime_ns for path in package.rglob("*.py")),  # for installations that are edited
         "device": torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else str(lm.device.type),
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "kernels": unavailable_reason(lm.device, lm.dtype, lm.widest_head) or "used",

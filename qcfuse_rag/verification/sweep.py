@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from statistics import fmean
+
+import torch
+from torch import Tensor
 
 from qcfuse_rag.bundled import paragraphs
 from qcfuse_rag.fusion.budgets import FixedRatio, Ratio, VerifiedRatio
 from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.residuals import ResidualKernel
-from qcfuse_rag.verification.checks import (
-    Case,
-    Engine,
-    VerifyLimits,
-    answer_checks,
-    passage_cases,
-    ruler_cases,
-)
+from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
+from qcfuse_rag.verification.cases import Case, Engine, passage_cases, ruler_cases, string_match
+from qcfuse_rag.verification.divergence import Divergence, answer_text, compare_greedy_answers, greedy_answers
 from qcfuse_rag.verification.exactness import measure_exactness
-from qcfuse_rag.verification.references import ReferenceAnswers
 from qcfuse_rag.verification.verdict import EXACTNESS, Check, Trial, Verdict, method_digest
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75)
 
 Candidate = tuple[str, Method]
 """A label for the user, such as `ratio 0.15`, and the method to try."""
+
+KEPT_BYTES = 4 << 30
+"""Most bytes of warmed passages that are kept for the next candidates; the passages beyond are prefilled again."""
+
+COMPARED_TOKENS = 64
+"""Most tokens of an answer that are compared."""
+
+TOGETHER = 8
+"""Answers that are decoded together: a step reads the weights once for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyLimits:
+    """Limits that a method must keep to pass. They are this project's choice; no paper states limits.
+
+    Attributes:
+        kl: highest mean divergence from full prefill along its answers, in nats a token.
+        agreement: lowest share of the tokens of full prefill's answers that the method predicts.
+        loss: largest drop in the share of hidden answers found, compared with full prefill, from 0 to 1.
+    """
+
+    kl: float = 0.25
+    agreement: float = 0.75
+    loss: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +124,7 @@ def verify(
 
     exact = measure_exactness(engine.lm)
     exactness = Check(EXACTNESS, exact.largest, exact.tolerance, False, "largest logit error, in sd")
-    answers = ReferenceAnswers(engine, method.unguarded, advance)
+    answers = References(engine, method.unguarded, advance)
     references = {kind: answers.answer(cases) for kind, cases in groups.items()}
     tried: list[Trial] = []
 
@@ -140,9 +163,158 @@ def _can_move(lm: LanguageModel, method: Method) -> bool:
 
 
 def _cases(engine: Engine, texts: Sequence[str], settings: VerifySettings) -> dict[str, list[Case]]:
-    passages = list(texts) or paragraphs()
-    return {
+    cases = {
         "needle": ruler_cases(engine, "ruler_mv", settings.size, settings.tokens, texts),
         "multi-hop": ruler_cases(engine, "ruler_vt", settings.size, settings.tokens),
-        "passages": passage_cases(engine, passages, settings.size),
+        "passages": passage_cases(engine, list(texts) or paragraphs(), settings.size),
     }
+    return {
+        kind: [replace(case, max_new_tokens=min(case.max_new_tokens, COMPARED_TOKENS)) for case in group]
+        for kind, group in cases.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A method's answer to one prompt beside full prefill's.
+
+    Attributes:
+        divergence: along full prefill's greedy answer.
+        score: share of the expected strings in the method's answer.
+        full_score: share of the expected strings in full prefill's answer.
+    """
+
+    divergence: Divergence
+    score: float
+    full_score: float
+
+
+def answer_checks(comparisons: Mapping[str, Sequence[Comparison]], limits: VerifyLimits) -> list[Check]:
+    """Check a method's answers by kind of case; every prompt counts the same, however long its answer.
+
+    Args:
+        comparisons: at least one for each kind; the kinds `needle` and `multi-hop` have expected strings.
+        limits: the limits of the checks.
+    """
+    everything = [comparison.divergence for group in comparisons.values() for comparison in group]
+    answers = f"full prefill's answers to {len(everything)} prompts"
+    kl = fmean(divergence.mean_kl for divergence in everything)
+    top1 = fmean(divergence.top1 for divergence in everything)
+    identical = fmean(divergence.identical for divergence in everything)
+    return [
+        Check("kl", kl, limits.kl, False, f"divergence along {answers}, nats a token"),
+        Check("top-1", top1, limits.agreement, True, f"share of the tokens of {answers} that are predicted"),
+        Check("identical", identical, None, True, f"share of {answers} that are the same word for word; no limit"),
+        *(_loss_check(kind, comparisons[kind], limits.loss) for kind in ("needle", "multi-hop")),
+    ]
+
+
+def _loss_check(kind: str, group: Sequence[Comparison], limit: float) -> Check:
+    full = fmean(comparison.full_score for comparison in group)
+    fused = fmean(comparison.score for comparison in group)
+    detail = f"hidden answers found in {len(group)} prompts: full prefill {full:.0%}, fused {fused:.0%}"
+    if not full:
+        detail += "; the model cannot solve this task at all, so the check says nothing about the method"
+    return Check(kind, max(0.0, full - fused), limit, False, detail)
+
+
+@dataclass(slots=True, eq=False)
+class Reference:
+    """A case with full prefill's answer. Keys and values of full prefill are not kept.
+
+    Attributes:
+        case: the case.
+        store: holds the case's passages; None if they are prefilled anew for each candidate.
+        ids: token ids of full prefill's greedy answer.
+        logits: `[N, vocabulary]` float32, on the CPU, before each of them.
+        score: share of the expected strings in the answer.
+    """
+
+    case: Case
+    store: MemoryStore | None
+    ids: tuple[int, ...] = ()
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    score: float = 0.0
+
+
+class References:
+    """Full prefill's answers to cases on an engine's model, computed once for all candidates.
+
+    Args:
+        engine: its model, template and number format count.
+        method: warms passages for this method's bases.
+        advance: called after each prefill that is compared or kept.
+    """
+
+    def __init__(self, engine: Engine, method: Method, advance: Callable[[], None]) -> None:
+        self._engine, self._method, self._advance = engine, method, advance
+        self._kept_bytes = 0
+
+    def answer(self, cases: Sequence[Case]) -> list[Reference]:
+        """Answer cases of one kind, whose answers have the same length limit, by full prefill."""
+        references = [Reference(case, self._new_store()) for case in cases]
+        for group in self._groups(references):
+            prefilled = [self._prefill(reference, self._method.as_full_prefill) for reference in group]
+            answers = greedy_answers(self._engine.runner, prefilled, group[0].case.max_new_tokens)
+            for reference, (ids, logits) in zip(group, answers, strict=True):
+                reference.ids, reference.logits = ids, logits.cpu()
+                reference.score = self._score(reference.case, ids)
+                self._bound_store(reference)
+            del prefilled  # frees keys and values before the next group
+        return references
+
+    def compare(self, references: Sequence[Reference], method: Method) -> list[Comparison]:
+        """Answer the cases by a method, and compare the answers with full prefill's.
+
+        Answers that differ are decoded where they are scored.
+        """
+        comparisons: list[Comparison] = []
+        for group in self._groups(references):
+            prefilled = [self._prefill(reference, method) for reference in group]
+            limit, is_scored = group[0].case.max_new_tokens, any(reference.case.expected for reference in group)
+            full = [(reference.ids, reference.logits) for reference in group]
+            answers = compare_greedy_answers(self._engine.runner, full, prefilled, limit, decode=is_scored)
+            for reference, answer in zip(group, answers, strict=True):
+                score = self._score(reference.case, answer.ids or ())
+                comparisons.append(Comparison(answer.divergence, score, reference.score))
+            del prefilled  # frees keys and values before the next group
+        return comparisons
+
+    def _new_store(self) -> MemoryStore:
+        return MemoryStore(UNLIMITED, numbers=self._engine.store.numbers)
+
+    def _prefill(self, reference: Reference, method: Method) -> Prefilled:
+        """Warm the case's passages where they are not stored, and prefill its prompt."""
+        case, store = reference.case, reference.store or self._new_store()
+        engine = self._engine.over(store, self._method)
+        if case.passages and self._method.base is not None:
+            first, rest = case.passages[:1], case.passages[1:]  # all may be neighbours of all
+            engine.warm(first, others=rest)  # only a prompt's first passage is read under other bases too
+            engine.warm(rest, bases=self._method.bases[:1], others=first)
+        prompt = engine.prompt(case.question, case.passages)
+        prefilled = engine.prefill(prompt, method=method, answer_tokens=case.max_new_tokens)
+        self._advance()
+        return prefilled
+
+    def _groups(self, references: Sequence[Reference]) -> Iterator[Sequence[Reference]]:
+        """Split references into groups whose keys and values fit `KEPT_BYTES` together."""
+        tokens = [
+            len(self._engine.prompt(reference.case.question, reference.case.passages)) + reference.case.max_new_tokens
+            for reference in references
+        ]
+        prompt_bytes = max(tokens, default=1) * self._engine.lm.kv_bytes_per_token
+        size = max(1, min(TOGETHER, KEPT_BYTES // prompt_bytes))
+        return (references[start : start + size] for start in range(0, len(references), size))
+
+    def _bound_store(self, reference: Reference) -> None:
+        """Drop the passages of a case that would exceed the bytes to keep."""
+        size_bytes = 0 if reference.store is None else reference.store.stats()[0].size_bytes
+        if self._kept_bytes + size_bytes > KEPT_BYTES:
+            reference.store = None
+        else:
+            self._kept_bytes += size_bytes
+
+    def _score(self, case: Case, ids: Sequence[int]) -> float:
+        if not case.expected:
+            return 0.0
+        return string_match(answer_text(self._engine.lm, ids), case.expected, needs_all=True)

@@ -9,11 +9,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from benchmarks.samples import Sample
 from benchmarks.studies import demo_quality as study
 from benchmarks.studies.runner import FULL_PREFILL, to_command
 from qcfuse_rag import make_method
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.verification.samples import Sample
 from tests.support.passages import PASSAGES, QUESTION
 
 

@@ -11,7 +11,7 @@ from benchmarks.quality.configurations import configurations
 from benchmarks.speed import peer
 from benchmarks.speed.peer import PeerOptions, compare_peer
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, QCFuseError, SamplingParams
-from qcfuse_rag.generation.stop_criteria import end_tokens
+from qcfuse_rag.generation.completion import end_tokens
 from tests.support import seams
 from tests.support.cli import Run
 

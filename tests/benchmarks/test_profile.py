@@ -24,6 +24,7 @@ from benchmarks.profile.measure import (
     recall_by_layer,
 )
 from benchmarks.questions import demo_samples, read_samples
+from benchmarks.samples import Sample, find_answers
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method, open_store
 from qcfuse_rag.errors import ProfileError
 from qcfuse_rag.ingestion.prefill import prefill_chunk
@@ -31,7 +32,6 @@ from qcfuse_rag.runtime.language_model import default_critical_layers
 from qcfuse_rag.runtime.layer_profile import PROFILE_FILE, choose_layers, find_profile
 from qcfuse_rag.runtime.layer_profile import LayerProfile as Profile
 from qcfuse_rag.store.prefill_base import BLIND
-from qcfuse_rag.verification.samples import Sample, find_answers
 from tests.support import references
 from tests.support.cli import Run
 from tests.support.engines import make_engine

@@ -19,13 +19,13 @@ from benchmarks.quality.measure import on_methods
 from benchmarks.quality.offline import prepare
 from benchmarks.quality.run import PendingQuestion, answer, gold_nll
 from benchmarks.quality.tables import terminal_tables
+from benchmarks.samples import Example
 from benchmarks.studies.compare import compare
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.generation.stop_criteria import end_tokens
+from qcfuse_rag.generation.completion import end_tokens
 from qcfuse_rag.store.prefill_base import BASES
 from qcfuse_rag.verification.divergence import answer_text
-from qcfuse_rag.verification.samples import Example
 from tests.support import seams
 from tests.support.cli import Run
 from tests.support.engines import make_engine

@@ -20,8 +20,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError, UnknownMethod
 from qcfuse_rag.ingestion.neighbours import covering_groups
 from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
-from qcfuse_rag.verification.checks import string_match
-from qcfuse_rag.verification.ruler import NOISE, TASKS, generate
+from qcfuse_rag.verification.cases import NOISE, TASKS, generate, string_match
 from tests.support import seams
 from tests.support.passages import PASSAGES
 
@@ -126,20 +125,20 @@ def test_generated_tasks_hide_every_part_of_the_answer_whole(task: str) -> None:
     assert made == generate(task, 4, tokens=1200, count=words, haystack=sentences, seed=3)
     assert made != generate(task, 4, tokens=1200, count=words, haystack=sentences, seed=4)
     for example in made:
-        assert len(example.answers) == len(set(example.answers)) == (5 if task == "ruler_vt" else 4)
+        assert len(example.expected) == len(set(example.expected)) == (5 if task == "ruler_vt" else 4)
         hiding = example.passages[1:] if task == "ruler_vt" else example.passages
-        assert all(any(answer in passage for passage in hiding) for answer in example.answers)
+        assert all(any(answer in passage for passage in hiding) for answer in example.expected)
         total = words(example.question) + sum(map(words, example.passages)) + example.max_new_tokens
         assert 1200 - words(NOISE) - 25 < total <= 1200
         assert max(map(words, hiding)) <= 150
-    assert len({example.answers for example in made}) == 4
+    assert len({example.expected for example in made}) == 4
 
 
 def test_a_chain_is_in_order_and_no_line_is_cut() -> None:
     (example,) = generate("ruler_vt", 1, tokens=1200, count=words, haystack=[], seed=0)
     lines = [line for passage in example.passages[1:] for line in passage.split("\n")]
     assigned = [line for line in lines if line.startswith("VAR")]
-    names = example.answers
+    names = example.expected
     value = assigned[0].split(" = ")[1]
     assert assigned == [f"VAR {names[0]} = {value}", *(f"VAR {names[i]} = VAR {names[i - 1]}" for i in range(1, 5))]
     assert value in example.question

@@ -200,7 +200,7 @@ def test_a_failed_step_ends_only_the_answers_it_fails_for(
         first, wrong = scheduler.submit(good, LONG), scheduler.submit(bad, LONG)
     with pytest.raises(RuntimeError, match="out of memory"):
         wrong.result(20)
-    assert wrong._decoder is None
+    assert wrong.decoder is None
     monkeypatch.undo()
     assert first.result(20).ids == engine.generate(good, LONG).ids
 

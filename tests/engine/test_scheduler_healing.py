@@ -118,7 +118,7 @@ def test_an_exact_answer_does_not_wait_for_requests_that_heal(
     next(healing[0])
     exact = scheduler.submit(engine.prompt("Why?", PASSAGES), replace(EXACT, max_new_tokens=6), method=REUSE)
     assert exact.result(60).ids
-    assert not any(request.finished for request in healing)
+    assert not any(request.is_finished for request in healing)
     for request in healing:
         request.cancel()
 

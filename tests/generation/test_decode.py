@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qcfuse_rag import FusionEngine, LanguageModel, SamplingParams, make_method
-from qcfuse_rag.generation.detokenizer import Detokenizer
+from qcfuse_rag.generation.completion import Detokenizer
 from qcfuse_rag.generation.sampling import Sampler
 from tests.support.families import build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION

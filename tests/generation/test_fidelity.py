@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.fusion.healing import Healing
-from qcfuse_rag.generation import decoder as decoding
-from qcfuse_rag.generation.decoder import DRAFT_TOKENS
+from qcfuse_rag.generation import decoding
+from qcfuse_rag.generation.decoding import DRAFT_TOKENS
 from qcfuse_rag.generation.grammar import Constraint
 from qcfuse_rag.runtime.cost import StepCosts
 from qcfuse_rag.store.backends.base import Miss

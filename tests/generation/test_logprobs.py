@@ -19,7 +19,7 @@ from qcfuse_rag import (
     Scheduler,
     make_method,
 )
-from qcfuse_rag.generation.detokenizer import Detokenizer
+from qcfuse_rag.generation.completion import Detokenizer
 from qcfuse_rag.generation.logprobs import LOWEST, TokenLogprob, content_logprobs, token_bytes, token_logprob
 from tests.support import references
 from tests.support.engines import make_engine, make_warmed_engine

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag import FusionEngine, Generation, MemoryStore, SamplingParams
-from qcfuse_rag.generation.reasoning import AnswerPiece, ReasoningFormat
+from qcfuse_rag.generation.reasoning import Delta, ReasoningFormat
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader, ResponseSyntax
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
@@ -47,7 +47,7 @@ def read(
     *,
     end: str = "<assistant>\n",
     form: ResponseFormat | None = None,
-) -> tuple[AnswerPiece, ParsedResponse]:
+) -> tuple[Delta, ParsedResponse]:
     """Return all pieces that a reader gave, joined, and the parsed answer; it must be the same in one piece."""
     form, pieces = form or ResponseFormat(), list(pieces)
     reader = ResponseReader(tokenizer, form, prompt_ending(end))
@@ -56,8 +56,8 @@ def read(
     rest, response = reader.finish(generation)
     assert reader.finish(generation)[1] == response
     whole = ResponseReader(tokenizer, form, prompt_ending(end)).finish(generation)
-    assert whole == (AnswerPiece(response.content, response.reasoning), response)
-    return AnswerPiece(*map("".join, zip(*shown, rest, strict=True))), response
+    assert whole == (Delta(response.content, response.reasoning), response)
+    return Delta(*map("".join, zip(*shown, rest, strict=True))), response
 
 
 TAGGED = thinking_tokenizer()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
-from qcfuse_rag.generation.decode import TextStream
+from qcfuse_rag.generation.decoding import TextStream
 from qcfuse_rag.methods.relaycaching import GENERATED, RelayLayers, RelayRecompute, store_answer
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV

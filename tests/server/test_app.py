@@ -19,12 +19,11 @@ import uvicorn
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
 from qcfuse_rag.engine.engine_handle import EngineHandle
-from qcfuse_rag.generation.reasoning import AnswerPiece
+from qcfuse_rag.generation.reasoning import Delta
 from qcfuse_rag.generation.response_format import ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
-from qcfuse_rag.prompts.builder import CHEAP_TOKENS, PromptBuilder
-from qcfuse_rag.prompts.length_limit import CHEAP_CHARACTERS
-from qcfuse_rag.prompts.special_tokens import RenderedText
+from qcfuse_rag.prompts.builder import CHEAP_CHARACTERS, CHEAP_TOKENS, PromptBuilder
+from qcfuse_rag.prompts.chat_template import RenderedText
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import MAX_PREPARING, EngineBackend
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
@@ -292,7 +291,7 @@ async def test_penalties_and_biases_change_answers(http: httpx.AsyncClient, engi
 async def test_one_call_alone_if_that_is_asked_for(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that may call tools as it likes may call several."""
     two = ParsedResponse("", tuple(ToolCall("look_up", {"boat": boat}) for boat in ("tug", "ferry")))
-    monkeypatch.setattr(ResponseReader, "finish", lambda *_: (AnswerPiece(), two))
+    monkeypatch.setattr(ResponseReader, "finish", lambda *_: (Delta(), two))
     for parallel, count in ((None, 2), (True, 2), (False, 1)):
         choice = (await ask(http, tools=[LOOK_UP], parallel_tool_calls=parallel)).json()["choices"][0]
         assert len(choice["message"]["tool_calls"]) == count
@@ -440,7 +439,7 @@ async def test_a_long_text_is_refused_before_it_is_tokenised(
 
     monkeypatch.setattr(PromptBuilder, "encode_whole", encode_whole)
     monkeypatch.setattr(PromptBuilder, "_text_ids", encode_text)
-    limit = engine.lm.context_window.tokens * engine.prompts.longest_token
+    limit = engine.lm.context_window.tokens * engine.prompts.tokens.longest_token
     text = "ferry " * max(limit // 5, CHEAP_CHARACTERS // 5)
     tool = {"function": {"name": "f", "description": text}}
     user = {"role": "user", "content": "x"}

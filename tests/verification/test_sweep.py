@@ -13,13 +13,20 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.guard import BreakEven
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.generation.teacher_forcing import greedy_answers
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
-from qcfuse_rag.verification.checks import Case, Comparison, VerifyLimits, answer_checks, passage_cases
-from qcfuse_rag.verification.divergence import AnswerDivergence
-from qcfuse_rag.verification.references import Reference, ReferenceAnswers
-from qcfuse_rag.verification.sweep import VerifySettings, candidates, verify
+from qcfuse_rag.verification.cases import Case, passage_cases
+from qcfuse_rag.verification.divergence import Divergence, greedy_answers
+from qcfuse_rag.verification.sweep import (
+    Comparison,
+    Reference,
+    References,
+    VerifyLimits,
+    VerifySettings,
+    answer_checks,
+    candidates,
+    verify,
+)
 from qcfuse_rag.verification.verdict import Trial
 from tests.support import seams
 from tests.support.engines import make_engine
@@ -133,20 +140,6 @@ def test_a_method_that_drifts_does_not_pass(engine: FusionEngine) -> None:
 
 
 @pytest.mark.slow
-def test_full_prefill_runs_once_for_all_ratios(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    full: list[int] = []
-    prefill = FusionEngine.prefill
-
-    def counted(self: FusionEngine, *args: object, **options: object) -> object:
-        full.append(getattr(options.get("method", self.method), "base") is None)  # noqa: B009
-        return prefill(self, *args, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(FusionEngine, "prefill", counted)
-    verify(engine, OPEN, texts=PASSAGES, settings=settings(VerifyLimits(kl=-1.0), (0.05, 0.1, 0.2)))
-    assert (sum(full), len(full)) == (3, 3 + 3 * 2 * 3), "each ratio without residuals and with them"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 40])
 def test_passages_that_are_not_kept_are_prefilled_again(
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
@@ -226,8 +219,8 @@ def test_own_passages_are_asked_about_beside_those_they_are_related_to(engine: F
 
 
 def test_every_prompt_counts_the_same_however_long_its_answer() -> None:
-    exact = Comparison(AnswerDivergence((0.0,) * 9, (True,) * 9), 1.0, 1.0)
-    wrong = Comparison(AnswerDivergence((0.4,), (False,)), 0.5, 1.0)
+    exact = Comparison(Divergence((0.0,) * 9, (True,) * 9), 1.0, 1.0)
+    wrong = Comparison(Divergence((0.4,), (False,)), 0.5, 1.0)
     groups = {"needle": [exact, wrong], "multi-hop": [exact], "passages": [exact]}
     checks = {check.name: check for check in answer_checks(groups, VerifyLimits(kl=0.05, agreement=0.8, loss=0.25))}
     assert {name: check.value for name, check in checks.items()} == {
@@ -242,7 +235,7 @@ def test_every_prompt_counts_the_same_however_long_its_answer() -> None:
 
 
 def test_a_task_that_full_prefill_cannot_solve_is_said_to_prove_nothing() -> None:
-    hopeless = Comparison(AnswerDivergence((0.0,), (True,)), 0.0, 0.0)
+    hopeless = Comparison(Divergence((0.0,), (True,)), 0.0, 0.0)
     checks = answer_checks({"needle": [hopeless], "multi-hop": [hopeless]}, VerifyLimits())
     assert "says nothing about the method" in checks[-1].detail
 
@@ -251,7 +244,7 @@ def test_methods_over_enriched_caches_are_verified_with_all_passages_as_neighbou
     method, case = make_method("fusionrag"), Case("Who keeps the paint?", tuple(PASSAGES), 4)
     engine = make_engine(llama, MemoryStore(), method=method)
     reference = Reference(case, MemoryStore())
-    ReferenceAnswers(engine, method, lambda: None)._prefill(reference, method)
+    References(engine, method, lambda: None)._prefill(reference, method)
     first = engine.prompts.chunk_ids(PASSAGES[0])
     enriched, framed = (reference.store.get(key) for key in engine.corpus.keys(first, [ENRICHED, FRAMED]))
     assert not torch.equal(enriched.layer(3)[0], framed.layer(3)[0]), "the first passage has neighbours too"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.verification.divergence import divergence
-from qcfuse_rag.verification.watch import InFlight
 from tests.support import seams
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -46,6 +46,8 @@ def test_one_in_so_many_requests_is_compared_with_full_prefill(served: FusionEng
     drift = shadow.drift()
     assert (drift.requests, drift.compared, drift.dropped) == (7, 2, 0)
     assert not drift.sustained
+    before = served.watch(ShadowSettings()).drift()
+    assert (before.kl, before.agreement, before.identical) == (None, None, None)
 
 
 def answer_of(engine: FusionEngine, prompt: Prompt, *, method: Method, tokens: int) -> tuple[int, ...]:
@@ -79,11 +81,6 @@ def test_drift_is_measured_along_full_prefills_answer(served: FusionEngine) -> N
     assert {"kl", "agreement", "identical"} <= drift.to_dict().keys()
 
 
-def test_before_a_comparison_there_are_no_figures(served: FusionEngine) -> None:
-    drift = served.watch(ShadowSettings()).drift()
-    assert (drift.kl, drift.agreement, drift.identical) == (None, None, None)
-
-
 def test_a_prompt_that_fills_the_window_is_compared_at_its_first_token(served: FusionEngine) -> None:
     shadow = served.watch(ShadowSettings(every=1))
     window, length = served.lm.context_window.tokens, len(served.prompt("", PASSAGES))
@@ -99,7 +96,7 @@ def test_a_prompt_that_fills_the_window_is_compared_at_its_first_token(served: F
 
 def test_passages_that_were_removed_meanwhile_are_not_compared(served: FusionEngine) -> None:
     shadow = served.watch(ShadowSettings(every=1))
-    with served._watch.in_flight.track():
+    with shadow.prefilling():
         ask(served, 1)
         served.store.clear()
     assert shadow.wait(30)
@@ -115,14 +112,24 @@ def test_requests_with_a_method_of_their_own_are_not_watched(served: FusionEngin
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("on_drift", "ratio", "in_full"), [("report", None, False), ("raise", 0.2, False), ("full", None, True)]
+    ("on_drift", "limit", "windows", "ratio", "in_full"),
+    [
+        ("report", 0.0, 1, None, False),
+        ("raise", 0.0, 1, 0.2, False),
+        ("raise", 0.0, 3, 0.4, True),
+        ("full", 0.0, 1, None, True),
+        ("full", 1e9, 1, None, False),
+    ],
 )
-def test_sustained_drift_is_answered(served: FusionEngine, on_drift: str, ratio: float | None, in_full: bool) -> None:
-    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=2, on_drift=on_drift, most_waiting=10))  # type: ignore[arg-type]
-    ask(served, 2)
-    assert shadow.wait(30)
+def test_sustained_drift_is_answered(
+    served: FusionEngine, on_drift: Any, limit: float, windows: int, ratio: float | None, in_full: bool
+) -> None:
+    shadow = served.watch(ShadowSettings(every=1, limit=limit, window=2, on_drift=on_drift, most_waiting=10))
+    for _ in range(windows):
+        ask(served, 2)
+        assert shadow.wait(30)
     drift = shadow.drift()
-    assert drift.sustained
+    assert drift.sustained == (limit == 0)
     assert (drift.ratio, drift.in_full) == (ratio, in_full)
     report = served.prefill(served.prompt(QUESTION, PASSAGES)).report
     assert report.base == (None if in_full else "framed")
@@ -141,25 +148,9 @@ def test_a_raised_ratio_has_no_residuals(served: FusionEngine) -> None:
     assert shadow.method(served.method).residuals is None
 
 
-def test_a_ratio_that_does_not_help_ends_in_full_prefill(served: FusionEngine) -> None:
-    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=1, on_drift="raise", most_waiting=10))
-    for _ in range(4):
-        ask(served, 1)
-        assert shadow.wait(30)
-    assert shadow.drift().in_full
-
-
-def test_no_drift_changes_nothing(served: FusionEngine) -> None:
-    shadow = served.watch(ShadowSettings(every=1, limit=1e9, window=1, on_drift="full"))
-    ask(served, 2)
-    assert shadow.wait(30)
-    assert not shadow.drift().sustained
-    assert served.prefill(served.prompt(QUESTION, PASSAGES)).report.base == "framed"
-
-
 def test_comparisons_wait_for_idle_time_and_too_many_are_dropped(served: FusionEngine) -> None:
     shadow = served.watch(ShadowSettings(every=1, most_waiting=2))
-    with served._watch.in_flight.track():
+    with shadow.prefilling():
         ask(served, 4)
         time.sleep(0.05)
         assert shadow.drift().compared == 0
@@ -203,11 +194,3 @@ def test_closing_ends_the_thread(served: FusionEngine) -> None:
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must be"):
         ShadowSettings(**wrong)  # type: ignore[arg-type]
-
-
-def test_activity_knows_when_nothing_goes_on() -> None:
-    in_flight = InFlight()
-    assert in_flight.wait_idle(0)
-    with in_flight.track():
-        assert not in_flight.wait_idle(0.01)
-    assert in_flight.wait_idle(0)

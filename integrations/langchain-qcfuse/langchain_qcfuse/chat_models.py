@@ -37,7 +37,7 @@ from qcfuse_rag.integrations import (
     warm_passages,
     warn_unused,
 )
-from qcfuse_rag.prompts.special_tokens import RenderedText
+from qcfuse_rag.prompts.chat_template import RenderedText
 
 
 class ChatQCFuse(EngineSettings, BaseChatModel):
@@ -171,7 +171,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the token ids of a text by the model's own tokenizer."""
-        return list(self.engine.prompts.encode_whole(RenderedText(text), begin=False)[0])
+        return list(self.engine.prompts.tokens.encode_whole(RenderedText(text), begin=False)[0])
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return the number of prompt tokens of a conversation under the model's chat template."""
@@ -182,7 +182,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
             rendered = prompts.render([turn_of(message) for message in messages], schemas)
         except InvalidTemplate:  # a part of a conversation, such as one that does not begin with a user's message
             return super().get_num_tokens_from_messages(messages)
-        return len(prompts.encode_whole(rendered, begin=False)[0])
+        return len(prompts.tokens.encode_whole(rendered, begin=False)[0])
 
     def _generate(
         self,
@@ -275,7 +275,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
 
         def request(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
             settings = response_format.sampling(sampling, engine.lm.tokenizer)
-            prompt = response_format.prompt(engine, turns, passages, chat_template_kwargs=template_kwargs)
+            prompt = engine.chat_prompt(turns, response_format, passages, chat_template_kwargs=template_kwargs)
             return prompt, settings
 
         return request

@@ -23,7 +23,7 @@ from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.utils.json import parse_partial_json
 
 from qcfuse_rag import Generation
-from qcfuse_rag.integrations import AnswerPiece, ParsedResponse
+from qcfuse_rag.integrations import Delta, ParsedResponse
 
 MEDIA = {"image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file"}
 """Types of message blocks that a text model cannot read."""
@@ -114,14 +114,12 @@ def answer_message(reply: ParsedResponse, generation: Generation, metadata: dict
     )
 
 
-def answer_chunk(piece: AnswerPiece) -> AIMessageChunk:
+def answer_chunk(piece: Delta) -> AIMessageChunk:
     """Return a piece of an answer as a chunk of a stream."""
     return AIMessageChunk(content=piece.text, additional_kwargs=_with_reasoning(piece.reasoning))
 
 
-def last_chunk(
-    rest: AnswerPiece, reply: ParsedResponse, generation: Generation, metadata: dict[str, Any]
-) -> AIMessageChunk:
+def last_chunk(rest: Delta, reply: ParsedResponse, generation: Generation, metadata: dict[str, Any]) -> AIMessageChunk:
     """Return the last chunk of a stream: what was not shown yet, tool calls, metadata and token counts."""
     chunks = [(call.name, json.dumps(call.arguments)) for call in reply.calls]
     chunks += [(None, _unrepairable(call.text)) for call in reply.broken]

@@ -19,7 +19,7 @@ from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.verification.checks import string_match
+from qcfuse_rag.verification.cases import string_match
 
 
 @dataclass(slots=True)

@@ -199,9 +199,9 @@ class ChatRequest(GenerationRequest):
         if passages is not None:
             _ = self.questions  # raises if there is none
         turns = [message.turn() for message in self.messages]
-        kwargs = self._template_kwargs(engine.prompts.variables)
-        response_format = self.to_response_format(shows_tools=engine.prompts.shows_tools)
-        return response_format.prompt(engine, turns, passages, chat_template_kwargs=kwargs)
+        kwargs = self._template_kwargs(engine.prompts.chat_template.variables)
+        response_format = self.to_response_format(shows_tools=engine.prompts.chat_template.shows_tools)
+        return engine.chat_prompt(turns, response_format, passages, chat_template_kwargs=kwargs)
 
     def _template_kwargs(self, variables: frozenset[str]) -> dict[str, Any]:
         """Return the variables that the request sets, of those that the model's chat template reads.

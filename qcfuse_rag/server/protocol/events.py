@@ -10,10 +10,10 @@ from typing import Any
 
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.fusion.report import FusionReport, Lookup, describe_misses
-from qcfuse_rag.generation.decode import FINISH_REASONS, Generation
+from qcfuse_rag.generation.completion import FinishReason, end_tokens
+from qcfuse_rag.generation.decoding import FINISH_REASONS, Generation
 from qcfuse_rag.generation.logprobs import content_logprobs
-from qcfuse_rag.generation.reasoning import AnswerPiece
-from qcfuse_rag.generation.stop_criteria import FinishReason, end_tokens
+from qcfuse_rag.generation.reasoning import Delta
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.recognition import UNSOUGHT
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -70,17 +70,17 @@ class PlainReader:
     def __init__(self) -> None:
         self._read = 0
 
-    def push(self, piece: str) -> AnswerPiece:
+    def push(self, piece: str) -> Delta:
         """Return a piece of the answer."""
         self._read += len(piece)
-        return AnswerPiece(piece)
+        return Delta(piece)
 
-    def finish(self, generation: Generation) -> tuple[AnswerPiece, ParsedResponse]:
+    def finish(self, generation: Generation) -> tuple[Delta, ParsedResponse]:
         """Return what was not returned yet, and the answer."""
-        return AnswerPiece(generation.text[self._read :]), ParsedResponse(generation.text)
+        return Delta(generation.text[self._read :]), ParsedResponse(generation.text)
 
 
-def last_event(rest: AnswerPiece, response: ParsedResponse, finish_reason: FinishReason) -> Event:
+def last_event(rest: Delta, response: ParsedResponse, finish_reason: FinishReason) -> Event:
     """Return the last event of an answer, with what was not sent yet."""
     calls = [
         {

@@ -31,8 +31,8 @@ from llama_index.llms.qcfuse.settings import without_class_name
 from qcfuse_rag import FusionEngine, Prompt, SamplingParams
 from qcfuse_rag.integrations import (
     SAMPLING_SETTINGS,
-    AnswerPiece,
     AnswerRequest,
+    Delta,
     EngineHandle,
     EngineSettings,
     RequestHandle,
@@ -253,24 +253,24 @@ class QCFuseLLM(EngineSettings, CustomLLM):
         return self._request([turn_of(message) for message in messages], kwargs)
 
     def _completions(self, request: AnswerRequest, kwargs: dict[str, Any]) -> CompletionResponseGen:
-        answer, so_far = self._current_handle().submit(request), AnswerPiece("", "")
+        answer, so_far = self._current_handle().submit(request), Delta("", "")
         reader = self._reader(answer, kwargs)
         try:
             for text in answer:
                 if any(piece := reader.push(text)):
-                    so_far = AnswerPiece(*map(operator.add, so_far, piece))
+                    so_far = Delta(*map(operator.add, so_far, piece))
                     yield _grown(so_far, piece)
         finally:
             finish(answer)
         yield from self._ends(answer, so_far, reader, kwargs)
 
     async def _acompletions(self, request: AnswerRequest, kwargs: dict[str, Any]) -> CompletionResponseAsyncGen:
-        answer, so_far = await self._current_handle().asubmit(request), AnswerPiece("", "")
+        answer, so_far = await self._current_handle().asubmit(request), Delta("", "")
         reader = self._reader(answer, kwargs)
         try:
             async for text in answer:
                 if any(piece := reader.push(text)):
-                    so_far = AnswerPiece(*map(operator.add, so_far, piece))
+                    so_far = Delta(*map(operator.add, so_far, piece))
                     yield _grown(so_far, piece)
         finally:
             finish(answer)
@@ -278,12 +278,12 @@ class QCFuseLLM(EngineSettings, CustomLLM):
             yield end
 
     def _ends(
-        self, answer: RequestHandle, so_far: AnswerPiece, reader: ResponseReader, kwargs: dict[str, Any]
+        self, answer: RequestHandle, so_far: Delta, reader: ResponseReader, kwargs: dict[str, Any]
     ) -> Iterator[CompletionResponse]:
         """Yield the last piece of a stream, and the whole answer."""
         assert answer.generation is not None
         piece = reader.finish(answer.generation)[0]
-        yield _grown(AnswerPiece(*map(operator.add, so_far, piece)), piece)
+        yield _grown(Delta(*map(operator.add, so_far, piece)), piece)
         yield self._completion(answer, kwargs).model_copy(update={"delta": ""})
 
     def _completion(self, request: RequestHandle, kwargs: dict[str, Any]) -> CompletionResponse:
@@ -308,6 +308,6 @@ def _response_format(kwargs: dict[str, Any]) -> ResponseFormat:
     return ResponseFormat(response_format=kwargs.get("response_format"))
 
 
-def _grown(so_far: AnswerPiece, piece: AnswerPiece) -> CompletionResponse:
+def _grown(so_far: Delta, piece: Delta) -> CompletionResponse:
     extra = reasoning_kwargs(so_far.reasoning, piece.reasoning)
     return CompletionResponse(text=so_far.text, delta=piece.text, additional_kwargs=extra)

@@ -1,10 +1,10 @@
-"""Generate RULER-style tasks: hidden numbers and chains of variables in a context of a chosen length.
+"""The prompts that a method is verified on: RULER-style tasks and the user's passages.
 
 The tasks are those of RULER (Hsieh et al., arXiv 2404.06654): several numbers under one key (`mv`), several keys with
-one number each (`mq`), and a chain of variables (`vt`). Metric, wording and number of needles are RULER's. There are
-four differences: the text around the needles comes from the dataset's passages instead of essays, the context is split
-into passages, the beginning of the answer is at the end of the question instead of in the model's turn, and the key
-words are this project's.
+one number each (`mq`), and a chain of variables (`vt`), hidden in a context of a chosen length. Metric, wording and
+number of needles are RULER's. There are four differences: the text around the needles comes from the dataset's passages
+instead of essays, the context is split into passages, the beginning of the answer is at the end of the question instead
+of in the model's turn, and the key words are this project's.
 """
 
 from __future__ import annotations
@@ -12,11 +12,28 @@ from __future__ import annotations
 import random
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
+from qcfuse_rag.bundled import corpus
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.verification.samples import Example
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.ingestion.neighbours import nearest_chunks, token_vectors
+from qcfuse_rag.prompts.builder import PromptBuilder
+from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.runner import ModelRunner
+from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.prefill_base import Base
+
+PASSAGES_PER_CASE = 4
+"""Passages in a prompt of `passage_cases`."""
+OPENING_WORDS = 8
+PASSAGE_ANSWER_TOKENS = 24
+"""Tokens of an answer to a prompt of `passage_cases` that are compared."""
 
 ADJECTIVES = tuple(
     """
@@ -60,13 +77,93 @@ CHAIN_QUESTION = (
 Count = Callable[[str], int]  # returns the number of tokens of a text
 
 
+class Engine(Protocol):
+    """What verification needs of a `FusionEngine`, which imports this package."""
+
+    lm: LanguageModel
+    store: KVStore
+    runner: ModelRunner
+    prompts: PromptBuilder
+
+    def over(self, store: KVStore, method: Method) -> Engine:
+        """Return an engine of the same model and wording over another store."""
+
+    def warm(self, texts: Iterable[str], *, bases: Iterable[Base] | None = None, others: Iterable[str] = ()) -> object:
+        """Prefill passages into the store; `others` may be their neighbours."""
+
+    def prompt(self, question: str, passages: Sequence[str] = ()) -> Prompt:
+        """Assemble a prompt."""
+
+    def prefill(self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0) -> Prefilled:
+        """Bring a prompt to its first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt on which a method's answer is compared with full prefill's.
+
+    Attributes:
+        question: the question.
+        passages: the retrieved passages.
+        max_new_tokens: tokens of the answer to compare.
+        expected: strings that a right answer contains; empty if they are not known.
+    """
+
+    question: str
+    passages: tuple[str, ...]
+    max_new_tokens: int
+    expected: tuple[str, ...] = ()
+
+
+def ruler_cases(
+    engine: Engine, task: str, size: int, tokens: int, texts: Sequence[str] = (), seed: int = 0
+) -> list[Case]:
+    """Build cases of a RULER-style task in prompts of `tokens` tokens with the answer.
+
+    Numbers are hidden in `texts`, by default the demonstration's.
+    """
+    tokenizer = engine.lm.tokenizer.backend_tokenizer
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    haystack, overhead = list(texts) or list(corpus().values()), len(engine.prompt("", ()))
+    return generate(task, size, tokens=tokens, count=count, haystack=haystack, seed=seed, overhead_tokens=overhead)
+
+
+def passage_cases(engine: Engine, texts: Sequence[str], size: int) -> list[Case]:
+    """Build cases of passages that are likely to be retrieved together.
+
+    The question is about the opening words of one of the passages. There is no known answer.
+    """
+    unique = list(dict.fromkeys(texts))
+    vectors = token_vectors(engine.lm, [engine.prompts.chunk_ids(text) for text in unique])
+    related = nearest_chunks(vectors, PASSAGES_PER_CASE - 1)
+    step = max(1, len(unique) // size)
+    cases = []
+    for index in range(0, len(unique), step)[:size]:
+        opening = " ".join(unique[index].split()[:OPENING_WORDS])
+        passages = [unique[neighbour] for neighbour in reversed(related[index])] + [unique[index]]
+        cases.append(Case(f"What do the passages say about this: {opening}?", tuple(passages), PASSAGE_ANSWER_TOKENS))
+    return cases
+
+
+def string_match(answer: str, gold: Sequence[str], *, needs_all: bool) -> float:
+    """Score an answer by the gold answers that are its substrings, whatever their case.
+
+    With `needs_all` it is the share of gold answers found, RULER's `string_match_all`; else 1 if any of them is found.
+    """
+    matches = [text.strip().lower() in answer.lower() for text in gold]
+    return sum(matches) / len(matches) if needs_all else float(any(matches))
+
+
 class _TooLongError(Exception):
     """The fixed parts of a question exceed the target length; the argument is the length they need."""
 
 
 def generate(
     task: str, size: int, *, tokens: int, count: Count, haystack: Sequence[str], seed: int, overhead_tokens: int = 0
-) -> list[Example]:
+) -> list[Case]:
     """Generate questions of a task; the same arguments give the same questions.
 
     The target length is that of the prompt with its answer, in tokens as `count` counts them; `overhead_tokens` of it
@@ -77,15 +174,15 @@ def generate(
         QCFuseError: if the needles alone exceed the target length; it names a length that fits every question.
     """
     sentences = [sentence for text in haystack for sentence in split_sentences(text)]
-    examples: list[Example] = []
+    cases: list[Case] = []
     required_tokens = 0
     for number in range(size):
         draw = random.Random(f"{seed}/{task}/{number}")
         try:
             if task == "ruler_vt":
-                examples.append(_chain(task, number, draw, tokens - overhead_tokens, count))
+                cases.append(_chain(task, draw, tokens - overhead_tokens, count))
             else:
-                examples.append(_numbers(task, number, draw, tokens - overhead_tokens, count, sentences))
+                cases.append(_numbers(task, draw, tokens - overhead_tokens, count, sentences))
         except _TooLongError as error:
             required_tokens = max(required_tokens, overhead_tokens + error.args[0])
     if required_tokens:
@@ -93,7 +190,7 @@ def generate(
             f"{task} does not fit {tokens} tokens: hidden texts, question, answer and the prompt's template need "
             f"{required_tokens}; give at least that length"
         )
-    return examples
+    return cases
 
 
 def split_sentences(text: str) -> list[str]:
@@ -120,9 +217,7 @@ def chunk_tokens(tokens: int) -> int:
     return min(512, max(32, tokens // 8))
 
 
-def _numbers(
-    task: str, number: int, draw: random.Random, tokens: int, count: Count, sentences: Sequence[str]
-) -> Example:
+def _numbers(task: str, draw: random.Random, tokens: int, count: Count, sentences: Sequence[str]) -> Case:
     """Generate a question about four numbers, under one key or under four."""
     if not sentences:
         raise QCFuseError("there is no text to hide numbers in")
@@ -143,10 +238,10 @@ def _numbers(
     for needle, (begin, end) in zip(shuffled, pairwise(cuts[1:]), strict=True):
         units += [needle, *text[begin:end]]
     passages = passages_of(units, " ", chunk_tokens(tokens), count)
-    return _example(task, number, question, passages, values)
+    return Case(question, passages, ANSWER_TOKENS[task], tuple(values))
 
 
-def _chain(task: str, number: int, draw: random.Random, tokens: int, count: Count) -> Example:
+def _chain(task: str, draw: random.Random, tokens: int, count: Count) -> Case:
     """Generate a question about a chain of five variables, with a solved example as the first passage."""
     names = _distinct(HOPS + 1, lambda: "".join(draw.choices(string.ascii_uppercase, k=5)))
     value = str(draw.randint(10_000, 99_998))
@@ -158,19 +253,7 @@ def _chain(task: str, number: int, draw: random.Random, tokens: int, count: Coun
     for position, line in reversed(list(zip(positions, _assignments(names, value), strict=True))):
         lines.insert(position, line)
     passages = passages_of(lines, "\n", chunk_tokens(tokens), count)
-    return _example(task, number, question, (example, *passages), names)
-
-
-def _example(task: str, number: int, question: str, passages: tuple[str, ...], answers: Sequence[str]) -> Example:
-    return Example(
-        question,
-        passages,
-        tuple(answers),
-        id=str(number),
-        dataset=task,
-        needs_all=True,
-        max_new_tokens=ANSWER_TOKENS[task],
-    )
+    return Case(question, (example, *passages), ANSWER_TOKENS[task], tuple(names))
 
 
 def _solved_chain(draw: random.Random) -> str:

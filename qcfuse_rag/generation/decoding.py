@@ -1,0 +1,554 @@
+"""Continue a prefilled prompt token by token, in one of three ways: `fast`, `heal` or `exact`.
+
+`fast` decodes over the fused cache; the rows of candidates for the next tokens are computed beside steps, see
+`generation.prompt_lookup`. `heal` computes the rest of the prompt beside the steps. `exact` drafts tokens on the fused
+cache while it is healed, and holds them back. When the prompt is healed, one pass verifies the draft. Its agreeing
+beginning becomes the answer, which goes on over the exact cache. An answer that is sampled, has penalties or follows a
+grammar is not drafted: its first token comes when the prompt is healed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qcfuse_rag.fusion.healing import Healing
+from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.fusion.report import FusionReport
+from qcfuse_rag.generation.completion import Completion, FinishReason
+from qcfuse_rag.generation.grammar import Constraint
+from qcfuse_rag.generation.logprobs import TokenLogprob, content_logprobs, token_logprob
+from qcfuse_rag.generation.prompt_lookup import prompt_lookup
+from qcfuse_rag.generation.sampling import Sampler
+from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.forward import forward_logits
+from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.runner import ModelRunner
+
+LOG = logging.getLogger(__name__)
+
+DRAFT_TOKENS = 32
+"""Most tokens that `exact` drafts before it verifies them; VeriCache drafts 25 to 40."""
+
+ATTENDED = 0.2
+"""Share of the reused tokens that `heal` computes in the order of the answer's attention, before the rest in order."""
+
+ROWS_PER_PASS = 256
+"""Rows of a pass that only heals: between two of them a request can be cancelled."""
+
+FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+"""OpenAI's name for each way in which an answer without tool calls ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealingReport:
+    """The work and outcome of healing for one answer.
+
+    Attributes:
+        fidelity: as the request asked.
+        prompt_tokens: length of the prompt.
+        exact_tokens: leading positions of the prompt whose keys and values are full prefill's at the end.
+        verified_upto: number of leading answer tokens that are known to be full prefill's greedy tokens, under the
+            answer's grammar if it has one; None if nothing can be verified: the answer is sampled, or the prompt was
+            not healed through.
+        drafted: tokens that `exact` drafted on the fused cache.
+        accepted: leading drafted tokens that are full prefill's.
+        reason: why the prompt was not healed through, or how an error was survived; None if all went well.
+    """
+
+    fidelity: Fidelity
+    prompt_tokens: int
+    exact_tokens: int
+    verified_upto: int | None
+    drafted: int = 0
+    accepted: int = 0
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts: prompt, answer, reused from the store or an earlier request, recomputed although stored."""
+
+    input_tokens: int
+    output_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        text: the answer.
+        ids: its tokens, the end token included.
+        finish_reason: `end` for an end token, `stop` for a stop string, `length` for the token limit, or `cancelled`.
+        report: of the prefill.
+        decode_s: seconds from the first token's logits to the last token; of a stream, from the first read on.
+        healing: what healing did; None for answers that are not healed.
+        logprobs: of the tokens, one for each id; None if the request asked for none.
+        passes: number of decode passes, see `Decoder`; fewer than tokens where candidates were right.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    finish_reason: FinishReason
+    report: FusionReport
+    decode_s: float
+    healing: HealingReport | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    passes: int = 0
+
+    @property
+    def verified_upto(self) -> int | None:
+        """Number of leading tokens known to be full prefill's greedy tokens; None if nothing was verified."""
+        return None if self.healing is None else self.healing.verified_upto
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts of the request."""
+        report = self.report
+        return Usage(report.prompt_tokens, len(self.ids), report.reused_tokens, len(report.selected))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "text": self.text,
+            "tokens": len(self.ids),
+            "finish_reason": self.finish_reason,
+            "decode_s": self.decode_s,
+            "passes": self.passes,
+            "usage": asdict(self.usage),
+            "verified_upto": self.verified_upto,
+            "healing": None if self.healing is None else asdict(self.healing),
+            "logprobs": None if self.logprobs is None else [asdict(token) for token in self.logprobs],
+            "report": self.report.to_dict(),
+        }
+
+    def content_logprobs(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]] | None:
+        """Return the logarithmic probabilities in OpenAI's format, without that of the end token, which is no content.
+
+        See `logprobs.content_logprobs`; None if the request asked for none.
+        """
+        if self.logprobs is None:
+            return None
+        return content_logprobs(self.logprobs[: -1 if self.finish_reason == "end" else None], tokenizer)
+
+
+def make_decoder(runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> Decoder:
+    """Return the decoder for the fidelity that a request asks for."""
+    kind = {"fast": Decoder, "heal": HealingDecoder, "exact": ExactDecoder}[params.fidelity]
+    return kind(runner, prefilled, params, sampler)
+
+
+class Decoder:
+    """Decodes one answer over the cache as it is.
+
+    `choose` and `compute` take turns until there is a `finish_reason`. A scheduler may compute the steps of several
+    answers together instead, see `needs_step` and `take_logits`.
+
+    Args:
+        runner: the model.
+        prefilled: the prompt.
+        params: how to choose tokens, when to stop, and how much to heal.
+        sampler: chooses the tokens.
+
+    Attributes:
+        completion: the tokens so far and their text; while it is held back, the draft.
+        holds_back: whether the answer is a draft that waits for verification.
+        passes: number of decode passes over the answer's tokens; healing and verifying are not counted.
+    """
+
+    def __init__(self, runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> None:
+        self._runner, self._prefilled, self._params, self._sampler = runner, prefilled, params, sampler
+        self._logits: Tensor | None = prefilled.logits
+        self._logprobs: list[TokenLogprob] = []
+        self._lookup = None
+        if params.fidelity == "fast":
+            self._lookup = prompt_lookup(runner.lm, prefilled.prompt.ids, params.prompt_lookup_num_tokens)
+        self._ahead: deque[tuple[int, Tensor]] = deque()  # candidates with the logits after them
+        self.completion = Completion(runner.lm, params)
+        self.holds_back = False
+        self.passes = 0
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the answer is finished; None before that, and for a draft."""
+        return None if self.holds_back else self.completion.finish_reason
+
+    @property
+    def position(self) -> int:
+        """Position of the last token."""
+        return len(self._prefilled.prompt) + len(self.completion.ids) - 1
+
+    @property
+    def buffer(self) -> KVBuffer:
+        """Keys and values of prompt and answer."""
+        return self._prefilled.buffer
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether the next pass computes the last token's row."""
+        return self._logits is None
+
+    @property
+    def verified_upto(self) -> int | None:
+        """Number of leading answer tokens known to be full prefill's greedy tokens; None if nothing is verified yet."""
+        return None
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """The log probabilities of the answer's tokens so far, without a draft's; None if the request asks for none."""
+        return None if self._params.logprobs is None else tuple(self._logprobs)
+
+    def choose(self) -> str:
+        """Choose the next token, if its logits are there; return the text that is now certain, often empty."""
+        if self._logits is None or self.completion.finish_reason is not None:
+            return ""
+        token = self._sampler(self._logits, self._prefilled.prompt.ids, self.completion.ids)
+        self._note_logprob(self._logits, token)
+        self._logits = self._logits_after(token)
+        return self.completion.push(token)
+
+    def compute(self) -> None:
+        """Compute the last token's row, with rows of candidates where some are known."""
+        if not self.needs_step:
+            return
+        ids = self.completion.ids
+        left = self._params.max_new_tokens - len(ids) - 1
+        if self._lookup is not None and (candidates := self._lookup.candidates(ids, left)):
+            self._compute_candidates(candidates)
+        else:
+            self.take_logits(self._runner.decodes([ids[-1]], [self.position], [self.buffer])[0])
+
+    def take_logits(self, logits: Tensor) -> None:
+        """Take the logits after the last token from a decode step that healed nothing."""
+        self._logits = logits
+        self.passes += 1
+
+    def cancel(self) -> str:
+        """End the answer and drop a draft; return the text that was certain and not yet returned."""
+        self.completion.finish_reason = "cancelled"
+        return ""
+
+    def finish(self, decode_s: float) -> Generation:
+        """Return the finished answer, and keep its keys and values for later prompts that begin with this one.
+
+        Nothing may be decoded after that. The rows of the last token were not computed.
+        """
+        completion, reason = self.completion, self.finish_reason
+        assert reason is not None
+        lease, kept = self._prefilled.lease, completion.ids[:-1]
+        if lease is not None:
+            try:
+                prompt = self._prefilled.prompt
+                lease.keep(prompt, kept, self.buffer, min(self._exact_positions(), len(prompt) + len(kept)))
+            except Exception as error:  # such as memory that is used up; the answer is complete
+                LOG.warning("the answer's keys and values were not kept: %s", error)
+        return Generation(
+            completion.text,
+            tuple(completion.ids),
+            reason,
+            self._prefilled.report,
+            decode_s,
+            self.healing_report(),
+            self.logprobs,
+            self.passes,
+        )
+
+    def healing_report(self) -> HealingReport | None:
+        """Return what healing did so far; None for `fast`."""
+        return None
+
+    def _exact_positions(self) -> int:
+        """Return the number of leading positions, of prompt and answer, that are full prefill's."""
+        exact = self._prefilled.exact_tokens
+        return exact if exact < len(self._prefilled.prompt) else exact + len(self.completion.ids)
+
+    def _compute_candidates(self, candidates: list[int]) -> None:
+        """Compute the rows of the last token and of candidates after it; later rows replace those of wrong ones."""
+        self.passes += 1
+        lm, ids = self._runner.lm, [self.completion.ids[-1], *candidates]
+        plan = RowsPlan.between(self.position, self.position + len(ids), lm.device, lm.sliding)
+        self._logits, *further_logits = forward_logits(lm, torch.tensor(ids, device=lm.device), plan, self.buffer)
+        self._ahead.extend(zip(candidates, further_logits, strict=True))
+
+    def _logits_after(self, token: int) -> Tensor | None:
+        """Return the logits after a token if it is the next candidate; otherwise drop all candidates."""
+        if self._ahead and self._ahead[0][0] == token and self._lookup is not None:
+            self._lookup.accept()
+            return self._ahead.popleft()[1]
+        self._ahead.clear()
+        return None
+
+    def _note_logprob(self, logits: Tensor, token: int) -> None:
+        if self._params.logprobs is not None:
+            self._logprobs.append(token_logprob(logits, token, self._params.logprobs))
+
+
+class HealingDecoder(Decoder):
+    """Decodes one answer and heals the prompt beside the steps, as far as that slows no token much."""
+
+    def __init__(self, runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> None:
+        super().__init__(runner, prefilled, params, sampler)
+        attended = ATTENDED if params.fidelity == "heal" else 0.0
+        mask = None  # of full prefill's greedy tokens, by a state of its own in the grammar of the answer
+        if params.grammar is not None:
+            mask = Constraint(runner.lm.grammar_vocabulary, params.grammar).mask_after
+        self._healing = Healing(runner, prefilled, attended, mask=mask)
+        self._reason: str | None = None
+        self._rows, self._interval = 0, 1
+        self._left = len(prefilled.prompt) - prefilled.exact_tokens
+        if self._left:
+            self._set_pace()
+
+    @property
+    def buffer(self) -> KVBuffer:
+        """Keys and values of prompt and answer."""
+        return self._healing.buffer
+
+    @property
+    def needs_healing(self) -> bool:
+        """Whether there are rows to heal, beside the steps or instead of them, or a draft to verify."""
+        return self._rows > 0 and not self._healing.prefix_is_exact(self.completion.ids)
+
+    @property
+    def verified_upto(self) -> int | None:
+        """Number of leading answer tokens known to be full prefill's greedy tokens; None if nothing is verified yet."""
+        if self.holds_back or not self._params.is_greedy:
+            return None
+        return self._healing.verified(self.completion.ids)
+
+    def compute(self) -> None:
+        """Compute the last token's row, with rows to heal; or heal, if no row comes next."""
+        if not self.needs_step:
+            self.heal(ROWS_PER_PASS)
+            return
+        if self.needs_healing and (len(self.completion.ids) - 1) % self._interval == 0:
+            try:
+                self._logits = self._healing.step(self.completion.ids, self._rows_beside_step())
+                self.passes += 1
+            except Exception as error:
+                self._survive(error)
+        if self.needs_step:
+            super().compute()
+
+    def take_logits(self, logits: Tensor) -> None:
+        """Take the logits after the last token from a decode step that healed nothing."""
+        super().take_logits(logits)
+        self._healing.note_step(self.completion.ids, logits)
+
+    def heal(self, rows: int) -> None:
+        """Heal at most so many rows in a pass of their own; or verify a finished draft, if the prompt is healed."""
+        try:
+            self._heal(rows)
+        except Exception as error:
+            self._survive(error)
+
+    def healing_report(self) -> HealingReport | None:
+        """Return what healing did so far."""
+        length = len(self._prefilled.prompt)
+        exact, reason = min(self._healing.healed, length), self._reason
+        if reason is None and self._healing.prompt_left:
+            reason = f"the answer ended when {exact:,} of {length:,} prompt tokens were exact"
+        return HealingReport(self._params.fidelity, length, exact, self.verified_upto, reason=reason)
+
+    def _exact_positions(self) -> int:
+        return self._healing.healed
+
+    def _set_pace(self) -> None:
+        """Set the rows to heal beside a step, and the steps from one that heals to the next; no rows if none fit."""
+        try:
+            pace = self._runner.step_costs().pace(self._params.slowdown)
+        except Exception as error:
+            self._reason = f"nothing was healed: its costs could not be measured: {error}"
+            return
+        if pace is None:
+            self._reason = "nothing was healed: no token may take longer, since `slowdown` is 0"
+        else:
+            self._rows, self._interval = pace.rows, pace.interval
+
+    def _rows_beside_step(self) -> int:
+        """Return rows to heal; after the prompt at least two for each step, because each step adds one row."""
+        return self._rows if self._healing.prompt_left else max(self._rows, 2 * self._interval)
+
+    def _heal(self, rows: int) -> None:
+        self._healing.advance(self.completion.ids, rows)
+
+    def _survive(self, error: Exception) -> None:
+        """Stop healing after an error."""
+        LOG.warning("healing failed", exc_info=error)
+        traceback.clear_frames(error.__traceback__)
+        self._reason = f"healing failed: {error}"
+        self._rows = 0
+
+
+class ExactDecoder(HealingDecoder):
+    """Drafts an answer while the prompt is healed, and verifies it before any of it is shown."""
+
+    def __init__(self, runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> None:
+        super().__init__(runner, prefilled, params, sampler)
+        self._verified_text = ""
+        self._drafted = self._accepted = 0
+        self.holds_back = self._left > 0
+        if self._draft_is_complete:
+            self._logits = None
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether the next pass computes the last token's row; False while a finished draft waits for verification."""
+        return super().needs_step and not self._draft_is_complete
+
+    @property
+    def needs_healing(self) -> bool:
+        """Whether there are rows to heal, beside the steps or instead of them, or a draft to verify."""
+        return self.holds_back or super().needs_healing
+
+    def choose(self) -> str:
+        """Choose the next token, if its logits are there; return the text that is now certain, often empty."""
+        text, self._verified_text = self._verified_text, ""
+        piece = super().choose()
+        return text if self.holds_back else text + piece
+
+    def cancel(self) -> str:
+        """End the answer and drop a draft; return the text that was certain and not yet returned."""
+        if self.holds_back:
+            self._drop_draft()
+        return super().cancel() + self._verified_text
+
+    def healing_report(self) -> HealingReport | None:
+        """Return what healing did so far."""
+        report = super().healing_report()
+        return None if report is None else replace(report, drafted=self._drafted, accepted=self._accepted)
+
+    @property
+    def _draft_is_complete(self) -> bool:
+        """Whether there is a complete draft: it is long enough, or it has ended, or the prompt is healed."""
+        if not self.holds_back:
+            return False
+        if not self._params.is_greedy or self._params.grammar is not None:
+            return True
+        drafted = len(self.completion.ids) >= DRAFT_TOKENS or self.completion.finish_reason is not None
+        return drafted or not self._healing.prompt_left
+
+    def _set_pace(self) -> None:
+        self._rows = math.ceil(self._left / DRAFT_TOKENS)
+
+    def _rows_beside_step(self) -> int:
+        return min(self._rows, self._healing.prompt_left) if self.holds_back else super()._rows_beside_step()
+
+    def _heal(self, rows: int) -> None:
+        if not self.holds_back:
+            super()._heal(rows)
+        elif self._healing.prompt_left:
+            self._healing.advance([], rows)  # the rows of a draft belong to its verification
+        else:
+            self._verify()
+
+    def _verify(self) -> None:
+        """Take the beginning of the draft that agrees with full prefill, and go on from there."""
+        draft = self.completion.ids
+        logits = self._healing.finish(draft)
+        accepted = self._healing.verified(draft) or 0
+        self._healing.shorten(draft[:accepted])
+        self._drop_draft()
+        self._accepted, self._logits = accepted, logits[accepted]
+        for row, token in zip(logits, draft[:accepted], strict=False):  # there is a row after the last token, too
+            self._note_logprob(row, token)
+        self._verified_text = "".join(self.completion.push(token) for token in draft[:accepted])
+
+    def _note_logprob(self, logits: Tensor, token: int) -> None:
+        if not self.holds_back:
+            super()._note_logprob(logits, token)
+
+    def _drop_draft(self) -> None:
+        self._drafted, self.holds_back = len(self.completion.ids), False
+        self.completion = Completion(self._runner.lm, self._params)
+
+    def _survive(self, error: Exception) -> None:
+        """Stop healing after an error; compute the prompt of a draft in full, since its answer has to be exact."""
+        super()._survive(error)
+        if self.holds_back:
+            self._drop_draft()
+            self._logits = self._healing.restart()
+
+
+class TextStream(Iterator[str]):
+    """A streamed answer: iterate for pieces of text, then read `generation`.
+
+    To abandon the answer, stop iterating; nothing runs in the background.
+
+    Args:
+        runner: the model; computes the decode steps.
+        prefilled: the prompt.
+        params: how to choose tokens and when to stop.
+        cancel: ends the answer before its next token when set.
+        sampler: replaces the sampler that `params` describes.
+
+    Attributes:
+        report: of the prefill; available at once.
+        generation: the finished answer; None until the last piece was read.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        prefilled: Prefilled,
+        params: SamplingParams,
+        *,
+        cancel: threading.Event | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self.report = prefilled.report
+        self._prefilled = prefilled
+        self.generation: Generation | None = None
+        self._decoder = make_decoder(runner, prefilled, params, sampler or Sampler(params, runner.lm))
+        self._pieces = self._decode(cancel or threading.Event())
+
+    @property
+    def prefilled(self) -> Prefilled:
+        """The prompt with keys and values of prompt and answer, as far as they are healed.
+
+        They take memory as long as the stream exists.
+        """
+        return replace(self._prefilled, buffer=self._decoder.buffer)
+
+    @property
+    def verified_upto(self) -> int | None:
+        """Number of leading tokens so far that are known to be full prefill's greedy tokens; None if nothing is yet."""
+        return self._decoder.verified_upto
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def result(self) -> Generation:
+        """Read all remaining pieces and return the answer."""
+        for _ in self:
+            pass
+        assert self.generation is not None
+        return self.generation
+
+    def _decode(self, cancel: threading.Event) -> Iterator[str]:
+        started, decoder = time.perf_counter(), self._decoder
+        while True:
+            piece = decoder.cancel() if cancel.is_set() else decoder.choose()
+            if piece:
+                yield piece
+            if decoder.finish_reason is not None:
+                break
+            decoder.compute()
+        if last_piece := decoder.completion.finish():
+            yield last_piece
+        self.generation = decoder.finish(time.perf_counter() - started)
