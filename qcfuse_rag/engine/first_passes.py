@@ -26,11 +26,11 @@ TOKENS = 64
 """Tokens of a passage."""
 SAMPLES = 3
 """Timed prefills; the fastest counts."""
-FEW, MANY = 2, 18
+FEW_PASSAGES, MANY_PASSAGES = 2, 18
 """Passages of a prompt. With many, kernels split the keys, which is compiled separately."""
-SHORT, LONG = 1, 32
+SHORT_QUESTION, LONG_QUESTION = 1, 32
 """Tokens of a question. Of a short one kernels take all rows at once, which is compiled separately too."""
-SOME, MOST = 0.1, 0.9
+SMALL_SHARE, LARGE_SHARE = 0.1, 0.9
 """Shares to recompute. Of very many rows kernels take larger tiles, see `runtime.kernels.launch`."""
 
 
@@ -55,11 +55,11 @@ def measure_recorded_pass(runner: ModelRunner, prompts: PromptBuilder) -> float 
 
     A short fused prefill is timed, of which the passes' fixed costs, lookups and the start of loading are most.
     """
-    prompt = _prompt(prompts, MANY, LONG)
+    prompt = _prompt(prompts, MANY_PASSAGES, LONG_QUESTION)
     if runner.prefills.refusal is not None or len(prompt) > runner.lm.context_window.tokens:
         return None
     here = _over_a_passage(runner, prompts)
-    method = make_method("prophetkv", ratio=SOME, base=FRAMED)
+    method = make_method("prophetkv", ratio=SMALL_SHARE, base=FRAMED)
     share = plan_lookups(runner.lm, here.store, prompt, method).estimate.probe_share
     return min(fuse_prompt(here, prompt, method).report.timings.ttft_s for _ in range(SAMPLES)) / (1 + share)
 
@@ -88,14 +88,14 @@ def _prompt_shapes(lm: LanguageModel) -> Iterator[tuple[int, int, float]]:
     """Yield numbers of passages, question tokens and shares to recompute that together use every form of a kernel."""
     dim = lm.widest_head
     if not kernels_available(lm.device, lm.dtype, dim):
-        yield FEW, LONG, SOME
+        yield FEW_PASSAGES, LONG_QUESTION, SMALL_SHARE
         return
     from qcfuse_rag.runtime.kernels.launch import min_rows_for_large_tile
     from qcfuse_rag.runtime.kernels.sparse_attention import supports_large_tile  # needs Triton
 
-    for n_passages, question_tokens in product((FEW, MANY), (SHORT, LONG)):
-        yield n_passages, question_tokens, SOME
+    for n_passages, question_tokens in product((FEW_PASSAGES, MANY_PASSAGES), (SHORT_QUESTION, LONG_QUESTION)):
+        yield n_passages, question_tokens, SMALL_SHARE
     if supports_large_tile(lm.device, lm.dtype, dim):
         heads = int(lm.model.config.get_text_config().num_attention_heads)
         rows = max(min_rows_for_large_tile(shape.kv_heads, lm.device) * shape.kv_heads for shape in lm.shapes) / heads
-        yield ceil(rows / (MOST * TOKENS)) + 1, LONG, MOST
+        yield ceil(rows / (LARGE_SHARE * TOKENS)) + 1, LONG_QUESTION, LARGE_SHARE

@@ -31,15 +31,15 @@ class RequestHandle(Iterator[str]):
     To stop reading does not end the answer; `cancel` does. Leaving an `async for` before its end cancels.
 
     Attributes:
-        prompt, params: as submitted.
+        prompt, params, method: as submitted.
         report: the report of the prefill; None before it is done.
         scores: the scores of the prefill's probe; None before it is done, and if there was no probe.
         generation: the finished answer; None before that.
         decoder: the state of the running answer; None before and after that.
     """
 
-    def __init__(self, prompt: Prompt, params: SamplingParams) -> None:
-        self.prompt, self.params = prompt, params
+    def __init__(self, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
+        self.prompt, self.params, self.method = prompt, params, method
         self.report: FusionReport | None = None
         self.scores: Scores | None = None
         self.generation: Generation | None = None
@@ -173,7 +173,7 @@ class RunningRequest:
 
     def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
         self.prompt, self.params, self.method = prompt, params, method
-        self.handle = RequestHandle(prompt, params)
+        self.handle = RequestHandle(prompt, params, method)
         self.rows_left = len(prompt)
         self.part_rows = self.parts = 0
         self._context = contextvars.copy_context()  # the caller's, so that traces are connected

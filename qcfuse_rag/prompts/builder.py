@@ -171,8 +171,10 @@ class PromptBuilder:
         shared: PromptBuilder | None = None,
     ) -> None:
         self.tokenizer, self.template = tokenizer, template
-        self.tokens = shared.tokens if shared else PromptTokenizer(tokenizer, context_tokens)
-        self.chat_template = shared.chat_template if shared else ChatTemplate(tokenizer, template.chat_template_kwargs)
+        self.tokens: PromptTokenizer = shared.tokens if shared else PromptTokenizer(tokenizer, context_tokens)
+        self.chat_template: ChatTemplate = (
+            shared.chat_template if shared else ChatTemplate(tokenizer, template.chat_template_kwargs)
+        )
 
     def with_kwargs(self, chat_template_kwargs: Mapping[str, Any] | None) -> PromptBuilder:
         """Return the builder for a request that sets variables of the chat template, over those of the wording."""
