@@ -1,8 +1,8 @@
-"""A store that an earlier version wrote is read; its entries are hits, but for those behind another primer.
+"""A store that commit 1befeb8 warmed is read with 100 % hits, and gives the answers of a store that is warmed today.
 
-`tests/data/store-3320c96` was written by the code of commit 3320c96, with torch 2.13.0, transformers 5.23.0 and
-tokenizers 0.23.3: an engine over `fixed_model` and a `DiskStore` ran `warm(PASSAGES, sources=SOURCES, bases=BASES)` and
-`capture([PASSAGES[:2]])`. Both databases were then vacuumed to pages of 1 KiB, to keep the folder small.
+`tests/data/store-1befeb8` was written by that commit's code, with torch 2.13.0, transformers 5.23.0 and tokenizers
+0.23.3: an engine over `fixed_model` and a `DiskStore` warmed `PASSAGES` under `BASES`, captured them in all kinds, and
+stored `ANSWER`. Both databases were then vacuumed to pages of 1 KiB, to keep the folder small.
 """
 
 from __future__ import annotations
@@ -15,29 +15,33 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Method, make_method
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Method, SamplingParams, make_method
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.documents.manifest import manifest_damage
 from qcfuse_rag.store.maintenance import fsck
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED, Base
-from qcfuse_rag.store.variant_slots import filled_slots
+from qcfuse_rag.store.prefill_base import BEGUN, BLIND, ENRICHED, FRAMED, PRIMED
+from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.fixed_model import fixed_model, fixed_tokenizer
 
-FOLDER = Path(__file__).parent.parent / "data" / "store-3320c96"
+FOLDER = Path(__file__).parent.parent / "data" / "store-1befeb8"
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "tokenizers": "0.23.3"}
 LONG_PASSAGE = "The paint for the hull of the ferry is kept in the old mill by the bridge."
 """Has enough words to be recognised in a text."""
 PASSAGES = ["The ferry leaves at seven.", "Its green hull is painted in spring.", LONG_PASSAGE]
 SOURCES = ["ferry.md", "ferry.md", "mill.md"]
+NEIGHBOURS = [[1, 2], [0, 2], [0, 1]]
 QUESTION = "Where is the paint?"
-BASES = (FRAMED, PRIMED, BLIND)
-SAME_BASES = (FRAMED, BLIND)
-"""Those that are computed as before; the primer has changed since."""
-ENTRIES = 1 + len(BASES) * len(PASSAGES) + 1
-"""The system prefix, each passage under each base, and the captured variant of the second passage."""
+ANSWER = "The paint is kept in the old mill."
+BASES = (FRAMED, PRIMED, BLIND, BEGUN, ENRICHED)
+KINDS = ("variant", "difference", "patch")
+ENTRIES = 1 + len(BASES) * len(PASSAGES) + len(KINDS) * (len(PASSAGES) - 1) + 1
+"""The system prefix, each passage under each base, what was captured of the last two, and the answer."""
+METHODS = [
+    *(make_method("qcfuse", ratio=0.15, base=base) for base in BASES),
+    *(make_method(name).unguarded for name in ("auto", "fusionrag", "cachecraft", "kamera", "kvcomm")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -62,60 +66,54 @@ def old_engine(lm: LanguageModel, tmp_path: Path) -> Iterator[FusionEngine]:
 def new_engine(lm: LanguageModel) -> FusionEngine:
     """Return an engine over a store that this version warmed the same way."""
     engine = make_engine(lm, MemoryStore())
-    engine.warm(PASSAGES, sources=SOURCES, bases=BASES)
-    engine.corpus.capture([PASSAGES[:2]])
+    engine.warm(PASSAGES, sources=SOURCES, bases=BASES, neighbours=NEIGHBOURS)
+    engine.corpus.capture([PASSAGES], keep=KINDS)
+    tokens = iter([*lm.tokenizer(ANSWER, add_special_tokens=False)["input_ids"], lm.tokenizer.eos_token_id])
+    with pytest.MonkeyPatch.context() as patch:
+        seams.sampler(patch, lambda params, lm: lambda *_: next(tokens))
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        stream = engine.stream(prompt, SamplingParams(max_new_tokens=100), method=make_method("full"))
+        assert engine.corpus.put_generated(stream).reason is None
     return engine
 
 
-def method_reading(base: Base) -> Method:
-    return make_method("qcfuse", ratio=0.15, base=base)
-
-
-def logits(engine: FusionEngine, method: Method) -> Tensor:
-    return engine.prefill(engine.prompt(QUESTION, PASSAGES), method=method).logits
-
-
-@pytest.mark.parametrize("base", SAME_BASES, ids=lambda base: base.name)
-def test_every_passage_is_a_hit(old_engine: FusionEngine, base: Base) -> None:
-    report = old_engine.prefill(old_engine.prompt(QUESTION, PASSAGES), method=method_reading(base)).report
-    assert [lookup.role for lookup in report.lookups] == ["system_prefix", "chunk", "chunk", "chunk"]
-    assert [(lookup.hit, lookup.reason) for lookup in report.lookups] == [(True, None)] * 4
-    assert report.fallback is None
-
-
-@pytest.mark.parametrize("base", SAME_BASES, ids=lambda base: base.name)
-def test_answers_are_those_of_a_store_that_is_warmed_today(
-    old_engine: FusionEngine, new_engine: FusionEngine, base: Base
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.name}-{method.base.name}")
+def test_every_lookup_hits_and_the_answer_is_that_of_a_store_warmed_today(
+    old_engine: FusionEngine, new_engine: FusionEngine, method: Method
 ) -> None:
-    old, new = logits(old_engine, method_reading(base)), logits(new_engine, method_reading(base))
-    assert torch.allclose(old, new, rtol=1e-5, atol=1e-5)
+    old, new = (engine.prefill(engine.prompt(QUESTION, PASSAGES), method=method) for engine in (old_engine, new_engine))
+    assert [lookup.role for lookup in old.report.lookups] == ["system_prefix", "chunk", "chunk", "chunk"]
+    assert [(lookup.hit, lookup.reason) for lookup in old.report.lookups] == [(True, None)] * 4
+    assert [lookup.note for lookup in old.report.lookups] == [lookup.note for lookup in new.report.lookups]
+    assert old.report.fallback is None
+    assert torch.allclose(old.logits, new.logits, rtol=1e-5, atol=1e-5)
 
 
-def test_caches_behind_another_primer_are_not_read(old_engine: FusionEngine) -> None:
-    report = old_engine.prefill(old_engine.prompt(QUESTION, PASSAGES), method=method_reading(PRIMED)).report
-    assert [lookup.hit for lookup in report.lookups] == [True, False, False, False]
-    assert report.fallback is not None
+def test_a_stored_answer_is_placed(old_engine: FusionEngine, new_engine: FusionEngine) -> None:
+    prompts = [engine.prompt("Where?", [PASSAGES[0], ANSWER]) for engine in (old_engine, new_engine)]
+    old, new = (
+        engine.prefill(prompt, method=make_method("relaycaching"))
+        for engine, prompt in zip((old_engine, new_engine), prompts, strict=True)
+    )
+    assert old.report.lookups[-1].note == new.report.lookups[-1].note == "as generated"
+    assert torch.allclose(old.logits, new.logits, rtol=1e-5, atol=1e-5)
 
 
-def test_warming_it_again_computes_only_what_is_primed(old_engine: FusionEngine, new_engine: FusionEngine) -> None:
-    summary = old_engine.warm(PASSAGES, sources=SOURCES, bases=BASES)
-    assert (summary.warmed, summary.present) == (len(PASSAGES), len(SAME_BASES) * len(PASSAGES))
-    old, new = logits(old_engine, method_reading(PRIMED)), logits(new_engine, method_reading(PRIMED))
-    assert torch.allclose(old, new, rtol=1e-5, atol=1e-5)
-
-
-def test_the_captured_variant_is_there(old_engine: FusionEngine, new_engine: FusionEngine) -> None:
-    ids = old_engine.prompts.chunk_ids(PASSAGES[1])
-    variants = []
-    for engine in (old_engine, new_engine):
-        prefix_ids = engine.prompts.prefix_ids
-        [slot] = filled_slots(engine.store, "variant", 5, engine.lm.fingerprint, prefix_ids, ids)
-        variants.append(slot.chunk)
-    old, new = variants
-    assert (old.context, old.extras, old.names()) == (new.context, new.extras, new.names())
-    assert {name: pytest.approx(numbers, abs=1e-5) for name, numbers in old.facts.items()} == new.facts
-    for name in old.names():
-        assert torch.allclose(old.blocks[name].double(), new.blocks[name].double(), rtol=1e-5, atol=1e-5)
+def test_every_entry_is_the_one_that_would_be_written_today(old_engine: FusionEngine, new_engine: FusionEngine) -> None:
+    """Keys, values, what was measured, and which passages it was made from; so a second warming computes nothing."""
+    entries = {entry.address for entry in new_engine.store.entries()}
+    assert {entry.address for entry in old_engine.store.entries()} == entries
+    for address in entries:
+        found = [engine.store.open(address) for engine in (old_engine, new_engine)]
+        [(_, old), (_, new)] = found  # type: ignore[misc]
+        assert (old.context, old.extras, set(old.names())) == (new.context, new.extras, set(new.names()))
+        assert {name: pytest.approx(numbers, abs=1e-5) for name, numbers in old.facts.items()} == new.facts
+        assert isinstance(old, ChunkKV)
+        for layer in range(old.n_layers):
+            for ours, theirs in zip(old.layer(layer), new.layer(layer), strict=True):
+                assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert old_engine.warm(PASSAGES, sources=SOURCES, bases=BASES, neighbours=NEIGHBOURS).warmed == 0
+    assert old_engine.corpus.capture([PASSAGES], keep=KINDS).captured == 0
 
 
 def test_its_manifest_is_read(old_engine: FusionEngine, tmp_path: Path) -> None:
@@ -125,7 +123,8 @@ def test_its_manifest_is_read(old_engine: FusionEngine, tmp_path: Path) -> None:
     assert sources.missing() == {}
     assert [match.text for match in old_engine.corpus.signatures.find(" ".join(PASSAGES))] == [LONG_PASSAGE]
     assert manifest_damage(tmp_path / "kv") is None
-    assert old_engine.forget("mill.md") == len(BASES)
+    made_of_it = len(KINDS) + 2 + 1  # captured of it, the others enriched by it, and the answer
+    assert old_engine.forget("mill.md") == len(BASES) + made_of_it
     [key] = old_engine.corpus.keys(old_engine.prompts.chunk_ids(PASSAGES[0]), (FRAMED,))
     assert isinstance(old_engine.store.get(key), ChunkKV)
 
