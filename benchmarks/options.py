@@ -135,10 +135,6 @@ class BenchQualityOptions(ModelOptions):
     ] = None
     neighbours: Annotated[int, Option(min=1, help="Neighbours of an enriched passage.")] = 10
     store: Annotated[Path | None, Option(help="Folder to keep passages in; memory by default.")] = None
-    profile: Annotated[
-        Path | None,
-        Option(help="Profile that `profile` wrote; by default the one in the store's folder."),
-    ] = None
     plots: Annotated[Path | None, Option(help="Folder of the plots; by default that of the result.")] = None
 
     def to_quality_options(self) -> QualityOptions:
@@ -168,7 +164,6 @@ class BenchQualityOptions(ModelOptions):
             device=self.device,
             dtype=self.dtype,
             weights=self.weight_format,
-            profile=self.profile,
         )
 
 

@@ -9,7 +9,7 @@ from .fusion.report import FusionReport as FusionReport
 from .generation.decoding import Generation as Generation
 from .generation.decoding import TextStream as TextStream
 from .generation.sampling_params import SamplingParams as SamplingParams
-from .ingestion.summary import WarmSummary as WarmSummary
+from .ingestion.warm_job import WarmSummary as WarmSummary
 from .methods import METHODS as METHODS
 from .methods import choose_method as choose_method
 from .methods import make_method as make_method

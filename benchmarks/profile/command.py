@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from benchmarks.options import ProfileOptions
+from benchmarks.profile.layer_profile import LayerProfile
 from benchmarks.profile.measure import profile_layers
 from benchmarks.quality.tables import new_figure
 from benchmarks.questions import demo_samples, read_samples
@@ -18,8 +19,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.folder import existing_store_folder
 from qcfuse_rag.library.settings import LibrarySettings
-from qcfuse_rag.runtime.language_model import default_critical_layers
-from qcfuse_rag.runtime.layer_profile import PROFILE_FILE, LayerProfile
+from qcfuse_rag.methods.qcfuse.layers import PROFILE_FILE, layers_by_depth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,7 +78,7 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
 
 def to_table(profile: LayerProfile) -> Table:
     """Return a table of the recall of each layer; a star marks chosen layers, a dot the default layers by depth."""
-    by_depth = default_critical_layers(len(profile.recall))
+    by_depth = layers_by_depth(len(profile.recall))
     highest = max(profile.recall) or 1.0
     chosen, default = (_describe_layers(profile, layers) for layers in (profile.layers, by_depth))
     table = Table(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.profile.layer_profile import LayerProfile
 from benchmarks.samples import Sample, find_answers
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import ProfileError
@@ -20,7 +21,6 @@ from qcfuse_rag.prompts.segments import Prompt, Role
 from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.layer_profile import LayerProfile, choose_layers
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
@@ -141,6 +141,27 @@ def profile_layers(
         skipped=dict(skipped),
         depth_penalty=depth_penalty,
     )
+
+
+def choose_layers(recall: Sequence[float], count: int, depth_penalty: float = 0.0) -> tuple[int, ...]:
+    """Return the layers of highest recall minus a penalty for depth; of equal layers, the earlier.
+
+    Args:
+        recall: each layer's recall, 0 to 1.
+        count: number of layers to choose.
+        depth_penalty: subtracted from a layer's recall after multiplication by the layer's index over the number of
+            layers. A probe runs up to its last layer, so shallow layers are cheaper.
+
+    Raises:
+        ValueError: if the model has fewer layers, or the penalty is negative.
+    """
+    if not 1 <= count <= len(recall):
+        raise ValueError(f"the model has {len(recall)} layers; choose 1 to {len(recall)} of them, not {count}")
+    if depth_penalty < 0:
+        raise ValueError(f"the depth penalty must not be negative, got {depth_penalty}")
+    penalized = [value - depth_penalty * layer / len(recall) for layer, value in enumerate(recall)]
+    best = sorted(range(len(recall)), key=lambda layer: -penalized[layer])
+    return tuple(sorted(best[:count]))
 
 
 def _recall(engine: FusionEngine, sample: Sample, *, labelled: bool) -> Tensor | str:

@@ -10,8 +10,7 @@ from typing import Any
 
 from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.methods import METHODS, make_method
-from qcfuse_rag.store.prefill_base import BASES, unknown_base
+from qcfuse_rag.methods import METHODS, all_bases, find_base, make_method, unknown_base
 
 FULL, RANDOM = "full", "random"
 
@@ -71,12 +70,12 @@ def configurations(
         if name == RANDOM and not bases:
             others = [other for other in chosen.values() if method_name(other.label) != RANDOM]
             controlled = (plain_base(other.base) for other in others if "ratio" in _takes(method_name(other.label)))
-            method_bases = [base for base in dict.fromkeys(controlled) if base in BASES] or [None]
+            method_bases = [base for base in dict.fromkeys(controlled) if base in all_bases()] or [None]
         for base in method_bases if "base" in _takes(name) and "base" not in parameters else [None]:
             # A method with a number of tokens for each chunk takes no ratio.
             crossed = "ratio" in _takes(name) and not parameters.keys() & {"ratio", "n_tokens"}
             for ratio in shares if crossed else [None]:
-                settings = {"ratio": ratio, **({"base": BASES[base]} if base else {}), **parameters}
+                settings = {"ratio": ratio, **({"base": find_base(base)} if base else {}), **parameters}
                 method = make_method(name, **settings)
                 stated = method.ratio if settings["ratio"] is None else settings["ratio"]
                 configuration = Configuration(label, method, method.base.name if method.base else None, stated)
@@ -114,8 +113,8 @@ def _parse(label: str) -> tuple[str, str, dict[str, Any]]:
 
 def _value(key: str, text: str) -> Any:
     """Read a parameter: a base, `none`, `true`, `false`, a number, whole numbers such as `7+8` or `7+`, or a word."""
-    if key == "base" and text in BASES:
-        return BASES[text]
+    if key == "base" and text in all_bases():
+        return find_base(text)
     words: dict[str, Any] = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]

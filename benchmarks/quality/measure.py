@@ -25,7 +25,8 @@ from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.guard import IN_FULL
-from qcfuse_rag.ingestion.enrichment import NEIGHBOURS
+from qcfuse_rag.methods.fusionrag import NEIGHBOURS
+from qcfuse_rag.methods.qcfuse.layers import critical_layers
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
@@ -61,7 +62,6 @@ class QualityOptions:
     weights: str = "model"
     pool: tuple[Path, ...] = ()
     neighbours: int = NEIGHBOURS
-    profile: Path | None = None
 
 
 def measure_quality(options: QualityOptions, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
@@ -90,13 +90,11 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
             device=options.device,
             dtype=options.dtype,
             weights=options.weights,
-            profile=options.profile,
             prefix_bytes=0,
         ) as engine,
     ):
         examples, sources = read_examples(options, engine)
         notes = on_distractors(examples) if options.distractors is not None else []
-        notes += [f"the profile in the store is not used: {engine.profile_ignored}"] if engine.profile_ignored else []
         conditions = _conditions(options, engine, sources)
         with closing(RecordLog(options.out.with_suffix(".partial.jsonl"), conditions)) as log:
             group, pool = conditions["group"], _pool(options)
@@ -175,7 +173,7 @@ def _conditions(options: QualityOptions, engine: FusionEngine, sources: dict[str
     return {
         "model": engine.lm.fingerprint.digest,
         **machine,
-        "critical_layers": engine.lm.critical_layers,
+        "critical_layers": critical_layers(engine.lm, engine.store.folder),
         "datasets": sources,
         **{name: getattr(options, name) for name in ("distractors", "top_k", "seed", "max_new_tokens")},
         "group": options.group if options.store is None else None,

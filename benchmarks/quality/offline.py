@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from benchmarks.quality.configurations import Configuration
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.ingestion.enrichment import NEIGHBOURS
-from qcfuse_rag.ingestion.neighbours import covering_groups, nearest_chunks
+from qcfuse_rag.ingestion.similarity import nearest_chunks
+from qcfuse_rag.methods.captures.job import capture, covering_groups
+from qcfuse_rag.methods.fusionrag import NEIGHBOURS
 from qcfuse_rag.store.prefill_base import FRAMED, Base
 
 CAPTURED = {"cachecraft": "variant", "kamera": "patch", "kvcomm": "difference"}
@@ -74,14 +75,14 @@ class Preparation:
         """
         if self.keep is not None:
             return Preparation(self.base)
-        return Preparation(FRAMED) if self.base.enriched or self.base.primed else None
+        return Preparation(FRAMED) if self.base.derived or self.base.primed else None
 
     def run(self, engine: FusionEngine, passages: Sequence[str], pool: NeighbourPool) -> OfflineCost:
         """Prefill the passages that the store lacks, or capture each behind its neighbours."""
         if self.keep is not None:
             return self._capture(engine, passages, self.keep)
-        others = pool.beside(passages) if self.base.enriched else []
-        neighbours = embedded_neighbours([*passages, *others], pool.neighbours) if self.base.enriched else None
+        others = pool.beside(passages) if self.base.derived else []
+        neighbours = embedded_neighbours([*passages, *others], pool.neighbours) if self.base.derived else None
         started = time.perf_counter()
         summary = engine.warm(
             passages, bases=(self.base,), neighbours=neighbours and neighbours[: len(passages)], others=others
@@ -92,7 +93,9 @@ class Preparation:
         """Compute groups of related passages exactly, by the embedding index; questions play no part."""
         groups = covering_groups(embedded_neighbours(passages), CAPTURED_TOGETHER)
         started = time.perf_counter()
-        summary = engine.corpus.capture([[passages[i] for i in group] for group in groups], keep=(keep,))
+        summary = capture(
+            engine.corpus.entry_writer(), [[passages[i] for i in group] for group in groups], keep=(keep,)
+        )
         seconds, failed = time.perf_counter() - started, {index for index, _ in summary.failed}
         # A passage in several groups is captured in each of them, but is one prepared passage.
         behind = {i for index, group in enumerate(groups) if index not in failed for i in group[1:]}
@@ -125,7 +128,7 @@ def preparation_of(configuration: Configuration) -> Preparation | None:
 def depends_on_neighbours(configuration: Configuration) -> bool:
     """Return whether a configuration's caches depend on the passages that are prepared beside them."""
     needed = preparation_of(configuration)
-    return needed is not None and (needed.keep is not None or needed.base.enriched)
+    return needed is not None and (needed.keep is not None or needed.base.derived)
 
 
 def prepare(

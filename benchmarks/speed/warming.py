@@ -11,7 +11,7 @@ import torch
 from benchmarks.speed.ceilings import seconds
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.ingestion.batch_plan import batches_by_length
+from qcfuse_rag.ingestion.batches import batches_by_length
 from qcfuse_rag.ingestion.warm_job import BATCH_TOKENS
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.disk import DiskStore

@@ -68,7 +68,6 @@ def open_engine(
     change = None if settings is None else settings.change_of_model(engine.lm.fingerprint)
     if change is not None:
         print_note("note:", change)
-    print_profile_note(engine)
     return engine
 
 
@@ -99,9 +98,3 @@ def print_verdict_note(engine: FusionEngine) -> None:
     problem = verdict_problem(engine.verdict, engine.method)
     if engine.store.folder is not None and problem is not None:
         print_note("note:", problem)
-
-
-def print_profile_note(engine: FusionEngine) -> None:
-    """Print a note on standard error if there is a layer profile beside the store that the engine cannot use."""
-    if engine.profile_ignored is not None:
-        print_note("note:", engine.profile_ignored)

@@ -166,9 +166,9 @@ def _warm(settings: LibrarySettings, options: WarmOptions, record: JobRecord) ->
             engine.forget(source)
         index.remove(vanished)
         _index(index, folder, passages, workers)
-        enriched = any(base.enriched for base in engine.corpus.bases)
-        # Enriched passages take neighbours from the whole index, so a new document can change old passages.
-        documents = index.by_source() if enriched else passages
+        derived = any(base.derived for base in engine.corpus.bases)
+        # Entries may be derived from passages of the whole index, so a new document can change old passages.
+        documents = index.by_source() if derived else passages
         pairs = [(source, text) for source, texts in documents.items() for text in texts]
         texts = [text for _, text in pairs]
         log = RetrievalLog(folder)
@@ -184,8 +184,8 @@ def _warm(settings: LibrarySettings, options: WarmOptions, record: JobRecord) ->
                 texts,
                 sources=[source for source, _ in pairs],
                 priority=log.counts(texts),
-                vectors=index.vectors(texts) if enriched else None,
-                retrievals=log.retrievals(texts) if enriched else (),
+                vectors=index.vectors(texts) if derived else None,
+                retrievals=log.retrievals(texts) if derived else (),
                 access=None if options.access is None else dict.fromkeys(passages, options.access),
                 batch_tokens=options.batch_tokens,
                 progress=advance_both,

@@ -17,13 +17,13 @@ import numpy as np
 
 from qcfuse_rag.cluster.pool import Columns, connect, map_with_workers
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.ingestion.batch_prefill import Batch, BatchPrefiller, BatchResult
-from qcfuse_rag.ingestion.target import Ids, PrefillTarget
+from qcfuse_rag.ingestion.batches import BatchResult, store_batch, system_prefix
+from qcfuse_rag.ingestion.target import Batch, Ids, PrefillTarget
+from qcfuse_rag.methods import find_base
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.entry.encryption import environment_secret
 from qcfuse_rag.store.factory import open_store
-from qcfuse_rag.store.prefill_base import BASES
 from qcfuse_rag.verification.exactness import check_exact_once
 
 
@@ -112,12 +112,12 @@ class PrefillWorker:
                 f"(a worker has {lm.fingerprint.number_formats})"
             )
         check_exact_once(lm)
-        self._prefiller = BatchPrefiller(PrefillTarget(lm, self._store, prefix_ids, primer))
-        self._system_prefix = self._prefiller.system_prefix()
+        self._target = PrefillTarget(lm, self._store, prefix_ids, primer)
+        self._system_prefix = system_prefix(self._target)
 
     def __call__(self, rows: Columns) -> Columns:
         """Compute and store batches; return the fields of each `BatchResult`."""
-        results = [self._prefiller.run(batch_from_json(text), self._system_prefix) for text in rows["batch"]]
+        results = [store_batch(self._target, batch_from_json(text), self._system_prefix) for text in rows["batch"]]
         self._store.flush()
         names = ("chunks", "tokens", "computed_tokens", "size_bytes")
         return {name: np.array([getattr(result, name) for result in results]) for name in names}
@@ -125,12 +125,11 @@ class PrefillWorker:
 
 def batch_to_json(batch: Batch) -> str:
     """Return a batch as JSON."""
-    base = [batch.base.name.partition("+")[0], batch.base.ranking]
-    return json.dumps([base, batch.chunks, batch.neighbours, batch.prefix_tokens])
+    return json.dumps([batch.base.name, batch.chunks, batch.origins, batch.tokens_in_front])
 
 
 def batch_from_json(text: str) -> Batch:
     """Return the batch of `batch_to_json`."""
-    (base, ranking), chunks, all_neighbours, prefix_tokens = json.loads(text)
-    neighbours = tuple(tuple(tuple(ids) for ids in chunk_neighbours) for chunk_neighbours in all_neighbours)
-    return Batch(BASES[base].ranked(ranking), tuple(tuple(ids) for ids in chunks), neighbours, prefix_tokens)
+    base, chunks, origins, tokens = json.loads(text)
+    passages = tuple(tuple(map(tuple, ids)) for ids in origins)
+    return Batch(find_base(base), tuple(map(tuple, chunks)), passages, tokens)

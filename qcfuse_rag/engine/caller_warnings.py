@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Iterable
 
 from qcfuse_rag.errors import NotStored, UnusedSetting
-from qcfuse_rag.ingestion.summary import WarmSummary
+from qcfuse_rag.ingestion.warm_job import WarmSummary
 
 FRAMEWORKS = (
     "qcfuse_rag",

@@ -1,9 +1,9 @@
-"""The passages of an engine: warm, capture, forget and prefetch them."""
+"""The passages of an engine: warm, forget and prefetch them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TypedDict, Unpack
@@ -13,15 +13,10 @@ from numpy.typing import NDArray
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.generation.decoding import TextStream
-from qcfuse_rag.ingestion.capture_job import CaptureJob, CaptureSummary
-from qcfuse_rag.ingestion.neighbour_policy import NeighbourPolicy
-from qcfuse_rag.ingestion.neighbour_table import EnrichmentPlan
+from qcfuse_rag.ingestion.extension import EntryWriter, Related
 from qcfuse_rag.ingestion.primer import PRIMER, primer_ids
-from qcfuse_rag.ingestion.summary import WarmSummary
 from qcfuse_rag.ingestion.target import PrefillTarget
-from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, WarmJob, with_prerequisites
-from qcfuse_rag.methods.relaycaching import StoredAnswer, store_answer
+from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, WarmJob, WarmSummary, with_prerequisites
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.recognition import PassageSignatures
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -37,11 +32,7 @@ class JobSettings(TypedDict, total=False):
     Attributes:
         bases: under which bases to store the passages; by default those the engine's method reads.
         priority: for each passage how much it is wanted; see `ingestion.warm_job.WarmJob`.
-        neighbours: for enriched bases, each passage's related passages, best first; the passages with the nearest
-            `vectors` if None.
-        vectors: `[len(texts) + len(others), D]`, the passages' embeddings; by the model's own tokens if None.
-        retrievals: indices of passages that were retrieved together, one sequence for each retrieval; such neighbours
-            come before those that are merely near by their vectors.
+        neighbours, vectors, retrievals: for derived bases, see `ingestion.extension.Related`.
         batch_tokens: most tokens to compute in one pass; see `ingestion.warm_job.WarmJob`.
     """
 
@@ -61,9 +52,10 @@ class WarmSettings(JobSettings, total=False):
         replace: these are all the passages of their sources (the default): passages that a source had before and has
             not now are removed, unless another source has them; caches of another model, base or wording of the prompt
             stay, see `forget`. False adds them to the passages that the source has.
-        others: passages that are not to be stored now but may be neighbours; their indices follow those of `texts`.
+        others: passages that are not to be stored now but that derived bases may use; their indices follow those of
+            `texts`.
         access: for sources that not everybody may read a tag that says who may; None takes it back, sources that are
-            not named keep theirs. A passage is enriched by those passages only that all its readers may read.
+            not named keep theirs. An entry is derived from those passages only that all its readers may read.
         progress: called with tokens `(done, total)` after every batch.
         workers: prefill instead of this process, such as `RayWorkers`.
     """
@@ -95,7 +87,6 @@ class Corpus:
         self._inherited: Sources | None = None
         self._followed: int | None = None
         self._opening = threading.Lock()
-        self._neighbour_policy = NeighbourPolicy(lm, prompts.prefix_ids, self.open_sources)
 
     @property
     def bases(self) -> tuple[Base, ...]:
@@ -126,7 +117,7 @@ class Corpus:
                 keys_by_source.setdefault(source, []).extend(self.keys(chunk, with_prerequisites(bases)))
         for source, tag in (settings.get("access") or {}).items():
             self.open_sources().restrict(source, tag)
-        # Before the job: it may be killed, and access tags decide which passages may be neighbours.
+        # Before the job: it may be killed, and access tags decide what an entry may be derived from.
         for source, keys in keys_by_source.items():
             self.open_sources().add(source, keys)
         sources_of = chunk_sources or [None] * len(chunks)
@@ -171,97 +162,34 @@ class Corpus:
 
         Args:
             chunks: the passages' token ids, see `PromptBuilder.chunk_ids`.
-            others: token ids of passages that are not to be stored now but may be neighbours.
+            others: token ids of passages that are not to be stored now but that derived bases may use.
             confirm: removes written entries that must not stay; see `ingestion.warm_job.WarmJob`.
             **settings: see `JobSettings`.
         """
         given_bases = settings.get("bases")
         bases = tuple(given_bases) if given_bases is not None else self.bases
-        enrichment: EnrichmentPlan | None = None
-        if any(base.enriched for base in bases):
-            chunks = list(chunks)
-            enrichment = self._neighbour_policy.plan(
-                chunks,
-                others,
-                neighbours=settings.get("neighbours"),
-                vectors=settings.get("vectors"),
-                retrievals=settings.get("retrievals", ()),
-            )
+        related = Related(
+            others, settings.get("neighbours"), settings.get("vectors"), tuple(settings.get("retrievals", ()))
+        )
         return WarmJob(
             self._target,
             chunks,
             bases=bases,
             priority=settings.get("priority"),
-            enrichment=enrichment,
+            related=related,
+            writer=self.entry_writer() if any(base.derived for base in bases) else None,
             confirm=confirm,
             batch_tokens=settings.get("batch_tokens"),
         )
 
-    def capture(
-        self,
-        groups: Iterable[Sequence[str]],
-        *,
-        keep: Collection[str] = ("variant",),
-        variants: int = 5,
-        rank: int = 32,
-    ) -> CaptureSummary:
-        """Prefill passages exactly behind those they were retrieved with, and store the results.
-
-        An entry is removed when one of the passages it was made of is gone from the store's sources, see `forget`.
-
-        Args:
-            groups: passages of one retrieval each, in their order.
-            keep: `variant` for whole caches, `difference` for their difference from the framed caches, `patch` for the
-                difference in low rank; see `ingestion.capture_job`.
-            variants: most contexts to keep of each passage; see `store.variant_slots`. A method looks at as many as its
-                own `slots` or `anchors` say: give both the same number.
-            rank: of patches.
+    def entry_writer(self) -> EntryWriter:
+        """Return a writer of entries that methods make from passages, such as `methods.captures.job.capture`.
 
         Raises:
-            StoreError: if the store cannot be written.
-            ValueError: if `keep` names something unknown, or the rank is not offered.
+            StoreError: if the manifest cannot be read.
         """
-        job = CaptureJob(self._target, keep=keep, slots=variants, rank=rank, ledger=self._neighbour_policy.ledger())
-        return job.run(
-            self._neighbour_policy.permitted_group([self._prompts.chunk_ids(text) for text in group])
-            for group in groups
-        )
-
-    def put_generated(self, stream: TextStream, text: str | None = None) -> StoredAnswer:
-        """Store the keys and values of an answer that will be a passage of later prompts; for method `relaycaching`.
-
-        Only what was computed exactly is stored: ask with `method=make_method("full")`. The entry is removed when one
-        of the prompt's passages is gone from the store's sources, see `forget`.
-
-        Args:
-            stream: the answer, from `FusionEngine.stream`; it is finished first if it is not.
-            text: the passage, which begins as the answer does; the answer itself if None.
-
-        Returns:
-            What was stored, or why nothing was.
-
-        Raises:
-            StoreError: if the store cannot be written.
-        """
-        generation = stream.result()
-        passage = generation.text if text is None else text
-        if stream.prefilled.prompt.joined and self.open_sources().has_restricted():
-            return StoredAnswer(
-                None, reason="the prompt is a joined text; it may contain passages with restricted access"
-            )
-        prompt_chunks = [span.segment.stored_ids for span in stream.prefilled.prompt.chunks]
-        answer = self._prompts.chunk_ids(passage)
-        if len(self._neighbour_policy.permitted_group([*prompt_chunks, answer])) <= len(prompt_chunks):
-            return StoredAnswer(None, reason="the prompt has a passage that some readers of the answer must not read")
-        return store_answer(
-            self._lm,
-            self._store,
-            self._prompts,
-            stream.prefilled,
-            generation.ids,
-            passage,
-            ledger=self._neighbour_policy.ledger(),
-        )
+        losses = self.open_sources().derivations.loss_count()
+        return EntryWriter(self._target, self._prompts, self.open_sources, losses)
 
     def forget(self, source: str) -> int:
         """Remove a document's passages from the store, in every tier; return the number of removed entries.

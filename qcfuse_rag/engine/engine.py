@@ -27,14 +27,13 @@ from qcfuse_rag.generation.decoding import Generation, TextStream
 from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.generation.sampling import Sampler
 from qcfuse_rag.generation.sampling_params import SamplingParams
-from qcfuse_rag.ingestion.summary import WarmSummary
+from qcfuse_rag.ingestion.warm_job import WarmSummary
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.recognition import prompt_among_turns, prompt_from_text
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.layer_profile import LayerProfile
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.verification.verdict import Verdict
@@ -62,10 +61,8 @@ class FusionEngine:
     Attributes:
         prompts: builds prompts.
         prefixes: the finished requests that later prompts may begin with.
-        corpus: the passages: capture, forget, prefetch, and the record of their documents.
+        corpus: the passages: warm, forget, prefetch, and the record of their documents.
         runner: the model's passes and decode steps, and their measured costs.
-        profile: the profile that `load` took the model's critical layers from, or None.
-        profile_ignored: why `load` did not use the profile that is beside the store, or None.
         verdict: the verdict of `qcfuse verify` on the method and this model, where `load` found one, or None.
     """
 
@@ -87,8 +84,6 @@ class FusionEngine:
         self.runner = ModelRunner(lm, store, load_limit_s=load_limit_s)
         self.prefixes = PrefixCache(prefix_bytes)
         self.runner.free_memory = self.prefixes.clear
-        self.profile: LayerProfile | None = None
-        self.profile_ignored: str | None = None
         self.verdict: Verdict | None = None
         self._shadow: Shadow | None = None
         self._observers: tuple[Callable[[FusionReport], None], ...] = ()
@@ -100,7 +95,6 @@ class FusionEngine:
         *,
         store: str | Path | KVStore | None = None,
         method: str | Method | None = None,
-        profile: str | Path | None = None,
         **options: Any,
     ) -> FusionEngine:
         """Load a model and open a store.
@@ -110,15 +104,12 @@ class FusionEngine:
             store: a folder, or an open store; see `EngineConfig` for None.
             method: default method, or its name. If it leaves its ratio to `qcfuse verify`, as `auto` does by default,
                 it takes the ratio of a passing verdict in the store's folder.
-            profile: a file that says which layers are critical. By default the `profile.json` in
-                the store's folder, if there is one and it is of this model; else `profile_ignored` says why not.
             **options: the other fields of `EngineConfig`.
 
         Raises:
             ModelNotFound: if the model cannot be loaded.
             UnsupportedModel: if reuse would not be right for it, or the check fails.
             StoreError: if the store cannot be opened.
-            ProfileError: if the given profile cannot be read or is of another model.
             Unverified: if a verdict is required and there is none that passed.
         """
         if isinstance(method, str):
@@ -128,8 +119,8 @@ class FusionEngine:
         lm = LanguageModel.load(
             config.model or default_model(), device=config.device, dtype=config.dtype, weights=config.weights
         )
-        lm, opened, chosen, existing, lookup = open_parts(
-            lm, store or config.store, chosen, check=config.check, profile=profile, policy=config.verdict
+        lm, opened, chosen, engine_verdict = open_parts(
+            lm, store or config.store, chosen, check=config.check, policy=config.verdict
         )
         engine = cls(
             lm,
@@ -139,7 +130,7 @@ class FusionEngine:
             load_limit_s=config.load_limit_s,
             prefix_bytes=config.prefix_bytes,
         )
-        engine.verdict, engine.profile, engine.profile_ignored = existing, lookup.profile, lookup.ignored
+        engine.verdict = engine_verdict
         if lm.device.type == "cuda" if config.compiled is None else config.compiled:
             engine.compile()
         return engine

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from itertools import product
 from math import ceil
 
+from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.lookup import plan_lookups
+from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
+from qcfuse_rag.fusion.probes import QuestionProbe
+from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.generation.decoding import TextStream
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.ingestion.primer import PRIMER
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
-from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.runtime.kernels.support import kernels_available
@@ -45,7 +48,7 @@ def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
     for n_passages, question_tokens, ratio in _prompt_shapes(runner.lm):
         prompt = _prompt(prompts, n_passages, question_tokens)
         if len(prompt) + 2 <= runner.lm.context_window.tokens:
-            method = make_method("prophetkv", ratio=ratio, base=FRAMED)
+            method = _method(ratio)
             prefilled = fuse_prompt(runner, prompt, method, answer_tokens=2)
             TextStream(runner, prefilled, SamplingParams(max_new_tokens=2)).result()
 
@@ -59,9 +62,13 @@ def measure_recorded_pass(runner: ModelRunner, prompts: PromptBuilder) -> float 
     if runner.prefills.refusal is not None or len(prompt) > runner.lm.context_window.tokens:
         return None
     here = _over_a_passage(runner, prompts)
-    method = make_method("prophetkv", ratio=SMALL_SHARE, base=FRAMED)
+    method = _method(SMALL_SHARE)
     share = plan_lookups(runner.lm, here.store, prompt, method).estimate.probe_share
     return min(fuse_prompt(here, prompt, method).report.timings.ttft_s for _ in range(SAMPLES)) / (1 + share)
+
+
+def _method(ratio: float) -> Method:
+    return Method("first passes", FRAMED, probe=QuestionProbe(), selector=TopTokens(), budget=FixedRatio(ratio))
 
 
 def _over_a_passage(runner: ModelRunner, prompts: PromptBuilder) -> ModelRunner:

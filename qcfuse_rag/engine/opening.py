@@ -10,7 +10,6 @@ from qcfuse_rag.engine.config import VerdictPolicy
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.layer_profile import LayerProfileLookup, find_profile
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.verification.exactness import check_exact_once
@@ -21,18 +20,16 @@ class OpenedParts(NamedTuple):
     """The parts of an engine.
 
     Attributes:
-        lm: the model, with the critical layers of its profile.
+        lm: the model.
         store: the open store.
         method: the method, with the ratio of a passing verdict if it leaves the choice to it.
         verdict: the verdict that was found, or None.
-        lookup: the profile that was found, or why there is none.
     """
 
     lm: LanguageModel
     store: KVStore
     method: Method
     verdict: Verdict | None
-    lookup: LayerProfileLookup
 
 
 def open_parts(
@@ -41,32 +38,27 @@ def open_parts(
     method: Method,
     *,
     check: bool,
-    profile: str | Path | None,
     policy: VerdictPolicy,
 ) -> OpenedParts:
-    """Check a model, open its store, and find its profile and verdict there; see `FusionEngine.load`.
+    """Check a model, open its store, and find its verdict there; see `FusionEngine.load`.
 
     A store that is opened here is closed if the method is not verified.
 
     Raises:
         UnsupportedModel: if the check fails.
         StoreError: if the store cannot be opened.
-        ProfileError: if the given profile cannot be read or is of another model.
         Unverified: if a verdict is required and there is none that passed.
     """
-    folder = store.folder if isinstance(store, KVStore) else None if store is None else Path(store).expanduser()
-    lookup = find_profile(lm, profile, folder)
     if check:
         check_exact_once(lm)
     opened = store if isinstance(store, KVStore) else open_store(store)
-    lm = lookup.applied(lm)
     try:
         verdict = require_verdict(lm, opened, method, policy)
     except Unverified:
         if not isinstance(store, KVStore):
             opened.close()
         raise
-    return OpenedParts(lm, opened, method if verdict is None else verdict.applied(method), verdict, lookup)
+    return OpenedParts(lm, opened, method if verdict is None else verdict.applied(method), verdict)
 
 
 def require_verdict(lm: LanguageModel, store: KVStore, method: Method, policy: VerdictPolicy) -> Verdict | None:

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from qcfuse_rag.errors import InvalidTemplate
-from qcfuse_rag.ingestion.summary import WarmSummary
 from qcfuse_rag.ingestion.target import PrefillTarget
-from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.ingestion.warm_job import WarmJob, WarmSummary
 from qcfuse_rag.prompts.builder import PromptBuilder, marker_number
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.prompts.template import Tool, Turn, as_mapping

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Protocol
+
+from torch import Tensor
 
 from qcfuse_rag.fusion.adapters import Adapter
 from qcfuse_rag.fusion.budgets import Budget, FixedRatio
 from qcfuse_rag.fusion.guard import Guard
 from qcfuse_rag.fusion.probes import Probe
-from qcfuse_rag.fusion.selectors import Selection, SelectNone, Selector
+from qcfuse_rag.fusion.selectors import Selection, SelectNone, Selector, candidate_positions
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.layer_hooks import LayerHook
@@ -17,26 +19,35 @@ from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.prefill_base import Base
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PassStart:
+    """The state of a prompt before its fused pass.
+
+    Attributes:
+        fused: the prompt with its stored chunks placed.
+        candidates: placed chunks that are not exact.
+        selection: the reused tokens the pass begins with.
+        scores: from the method's probe, or None.
+        budget: most reused tokens to recompute.
+    """
+
+    fused: FusedPrompt
+    candidates: list[PlacedChunk]
+    selection: Selection
+    scores: Scores | None
+    budget: int
+
+    @property
+    def positions(self) -> Tensor:
+        """`[N]` int64, the positions of all tokens of the candidates, on the model's device."""
+        return candidate_positions(self.candidates, self.fused.lm.device)
+
+
 class LayerHookFactory(Protocol):
     """Makes the hook that acts between the layers of one fused pass."""
 
-    def make_hook(
-        self,
-        fused: FusedPrompt,
-        candidates: list[PlacedChunk],
-        selection: Selection,
-        scores: Scores | None,
-        budget: int,
-    ) -> LayerHook:
-        """Return the hook of one pass.
-
-        Args:
-            fused: the prompt with its stored chunks placed.
-            candidates: placed chunks that are not exact.
-            selection: the reused tokens the pass begins with.
-            scores: from the method's probe, or None.
-            budget: most reused tokens to recompute.
-        """
+    def make_hook(self, start: PassStart) -> LayerHook:
+        """Return the hook of one pass."""
         ...
 
 
@@ -55,10 +66,9 @@ class Method:
         selector: turns scores into rows.
         budget: the number of reused tokens to recompute; None leaves the number to the selector.
         layer_hook: makes the hook between the layers of the fused pass; None for no hook.
-        context: the reused tokens that recomputed tokens see: `all`, or only those `selected` with them.
         guard: decides when to compute everything instead; None never does.
         residuals: adds estimated corrections to the keys and values of passage tokens that are not recomputed, on a
-            CPU; None does not. Methods with a layer hook or nested sets are not corrected.
+            CPU; None does not. Methods with a layer hook are not corrected.
     """
 
     name: str
@@ -70,7 +80,6 @@ class Method:
     selector: Selector = field(default_factory=SelectNone)
     budget: Budget | None = field(default_factory=lambda: FixedRatio(0.0))
     layer_hook: LayerHookFactory | None = None
-    context: Literal["all", "selected"] = "all"
     guard: Guard | None = None
     residuals: ResidualKernel | None = None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.lookup import LookupPlan, Lookups, plan_lookups
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import Method, PassStart
 from qcfuse_rag.fusion.prefix_cache import PrefixLease
 from qcfuse_rag.fusion.recompute import PartRows, Parts, complete, recompute
 from qcfuse_rag.fusion.report import FusionReport, Timings, describe_misses
@@ -25,7 +25,7 @@ from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import DeviceTimestamp
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.layer_hooks import LayerHook, NestedRows
+from qcfuse_rag.runtime.layer_hooks import LayerHook
 from qcfuse_rag.runtime.loading.sources import LateMissError
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.residuals import ResidualKernel, ResidualSpread
@@ -247,14 +247,11 @@ class FuseAttempt:
         selection = selection.to(fused.lm.device)
         marks.append(_Mark.now(fused))
         hook: LayerHook | None = None
-        if len(selection.positions):
-            if selection.until is not None:
-                hook = NestedRows(selection.positions, selection.until)
-            elif method.layer_hook is not None:
-                hook = method.layer_hook.make_hook(fused, candidates, selection, scores, budget)
+        if len(selection.positions) and method.layer_hook is not None:
+            hook = method.layer_hook.make_hook(PassStart(fused, candidates, selection, scores, budget))
         if method.residuals is not None and hook is None:
             fused.residuals = _residuals(fused, method.residuals, candidates, selection.positions)
-        logits, recomputed = yield from recompute(fused, candidates, selection, hook, method.context, self.part_rows)
+        logits, recomputed = yield from recompute(fused, selection, hook, self.part_rows)
         fused.residuals = None
         marks.append(_Mark.now(fused))
         marks[-1].time.wait()
@@ -263,7 +260,7 @@ class FuseAttempt:
         stages = probe_s, select_s, recompute_s - fused.others_s, fused.others_s
 
         positions: list[int] = recomputed.tolist()  # once: every copy from the device makes the host wait
-        limit = None if selection.until is not None or method.layer_hook is not None else budget
+        limit = None if method.layer_hook is not None else budget
         try:
             check_selection(positions, candidates, fused.known, limit)
         except ValueError as error:

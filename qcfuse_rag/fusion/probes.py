@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from pathlib import Path
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from qcfuse_rag.runtime.device import to_device
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 
-NamedLayers = Literal["critical", "all", "upper", "third_quarter", "last"]
+NamedLayers = Literal["all", "upper", "third_quarter", "last"]
 NAMED: tuple[str, ...] = get_args(NamedLayers)
 ProbeLayers = NamedLayers | tuple[int, ...]
 """The layers whose attention a probe counts."""
@@ -30,13 +31,22 @@ class Probe(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsFolder(Protocol):
+    """A probe that also depends on a file in the store's folder."""
+
+    def found(self, lm: LanguageModel, folder: Path | None) -> object:
+        """Return what the file says; verdicts on the method hold for this alone."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class QuestionProbe:
     """Run the question's rows through the first layers; a reused token's score is their attention to it.
 
     Attributes:
-        layers: the layers whose attention counts: `critical` (the model's profile, else three by depth), `all`, `upper`
-            (the second half), `third_quarter`, `last`, or indices. The pass stops after the last of them; caches of
+        layers: the layers whose attention counts: `all`, `upper` (the second half), `third_quarter`, `last`, or indices.
+            The pass stops after the last of them; caches of
             later layers load while the rows are recomputed.
         anchor_ratio: the share of each chunk's tokens that the question's rows attend to, by importance; 1 is all of
             them, 0 none. All tokens are scored in either case.
@@ -47,7 +57,7 @@ class QuestionProbe:
             little attention to the passages count as much as the others.
     """
 
-    layers: ProbeLayers = "critical"
+    layers: ProbeLayers = "all"
     anchor_ratio: float = 1.0
     reduce: Literal["mean", "max"] = "mean"
     rows: Literal["question", "suffix"] = "question"
@@ -70,8 +80,6 @@ class QuestionProbe:
         Raises:
             ValueError: if the model has no such layer.
         """
-        if self.layers == "critical":
-            return lm.critical_layers
         if self.layers == "all":
             return tuple(range(lm.n_layers))
         if self.layers == "upper":

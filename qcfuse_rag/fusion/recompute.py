@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.fusion.selectors import Selection
-from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
+from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.device import DeviceTimestamp
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_hooks import HookedPass, LayerHook
@@ -38,24 +38,19 @@ def complete(parts: Parts[T]) -> T:
 
 def recompute(
     fused: FusedPrompt,
-    candidates: list[PlacedChunk],
     selection: Selection,
     hook: LayerHook | None,
-    context: Literal["all", "selected"],
     part_rows: PartRows | None,
 ) -> Parts[tuple[Tensor, Tensor]]:
     """Compute the rows; return the first token's logits and the reused positions that were recomputed.
 
     If a hook drops rows between layers, the positions are those kept to the last layer; a `ChoosingHook` may name
-    them itself. With `selection.until`, all selected positions are returned.
+    them itself.
     """
     lm, selected = fused.lm, selection.positions
     unknown = (~fused.known).nonzero()[:, 0]  # includes the prompt's last position
     plan = RowsPlan.of(unknown, lm.sliding, device=lm.device)
-    if context == "selected" and len(selected):
-        _recompute_apart(fused, candidates, selected, hook)
-        hook = None
-    elif len(selected):
+    if len(selected):
         # Their number is known on the host, which need not wait for the positions.
         plan = RowsPlan(torch.cat([plan.rows, selected]).sort().values, plan.length, windows=lm.sliding)
     if part_rows is not None and hook is None:
@@ -65,7 +60,7 @@ def recompute(
     hooked_pass = None if hook is None else HookedPass(plan, hook, buffer)
     logits = fused.runner.prefills.logits(fused.ids[plan.rows], plan, buffer, hooked_pass)
     fused.row_layers += _row_layers(lm, plan, hooked_pass)
-    if hooked_pass is not None and selection.until is None:
+    if hooked_pass is not None:
         selected = selected[torch.isin(selected, hooked_pass.chosen)]
     return logits, selected
 
@@ -95,27 +90,6 @@ def _let_others_run(fused: FusedPrompt, rows_left: int) -> Parts[None]:
     began = time.perf_counter()
     yield rows_left
     fused.others_s += time.perf_counter() - began
-
-
-def _recompute_apart(
-    fused: FusedPrompt, candidates: list[PlacedChunk], selected: Tensor, hook: LayerHook | None
-) -> None:
-    """Compute the selected tokens, and missing tokens before them, hiding all other reused tokens from them.
-
-    Exact chunks and text outside passages stay visible.
-    """
-    lm, chosen = fused.lm, selected.cpu()
-    length = int(chosen[-1]) + 1
-    seen, is_row = torch.ones(length, dtype=torch.bool), ~fused.known[:length]
-    for placed in candidates:
-        seen[placed.span.start : placed.span.stop] = False
-    seen[chosen], is_row[chosen] = True, True
-    visible = [seen.nonzero()[:, 0]] * lm.n_layers
-    plan = RowsPlan.of(is_row.nonzero()[:, 0], lm.sliding, device=lm.device, visible=visible)
-    buffer = fused.await_all()
-    hooked_pass = None if hook is None else HookedPass(plan, hook, buffer)
-    fused.runner.prefills.hidden(fused.ids[plan.rows], plan, buffer, depth=lm.n_layers, hooked_pass=hooked_pass)
-    fused.row_layers += _row_layers(lm, plan, hooked_pass)
 
 
 def _row_layers(lm: LanguageModel, plan: RowsPlan, hooked_pass: HookedPass | None) -> int:

@@ -36,13 +36,11 @@ class PlacedChunk:
         span: its positions.
         chunk: its keys and values.
         exact: whether full prefill would give the same keys and values.
-        demand: the share of its tokens that ought to be recomputed, where an adapter knows it; else None.
     """
 
     span: Span
     chunk: ChunkKV
     exact: bool
-    demand: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -184,7 +182,7 @@ class FusedPrompt:
             self.lookups.append(Lookup(role, span.start, len(span), False, outcome.reason, None))
             return None
         self.lookups.append(Lookup(role, span.start, len(span), True, None, outcome.note, outcome.exact))
-        self.placed.append(PlacedChunk(span, outcome.chunk, outcome.exact, outcome.demand))
+        self.placed.append(PlacedChunk(span, outcome.chunk, outcome.exact))
         self.known[span.start : span.stop] = True
         return self.placed[-1]
 

@@ -1,29 +1,54 @@
-"""Prefill chunks once into keys and values for the store."""
+"""Prefill chunks once into keys and values for the store, and rank their tokens before any question is known.
+
+The best tokens, the anchors, represent a chunk when a question probes it. An instruction to repeat the text follows the
+chunk. A token's importance is the largest attention weight it gets from any token of the instruction in any head: the
+light form of KVzip (Kim et al., arXiv 2505.23416) that QCFuse uses. Methods may rank otherwise, see `Ranker`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import PromptTooLong
-from qcfuse_rag.ingestion.token_ranking import (
-    TokenRanking,
-    instruction_ids,
-    order_by_key_norm,
-    order_by_position,
-    query_ids,
-)
+from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.prefill_base import Ranking
+
+Ids = tuple[int, ...]
+"""Token ids of one text."""
+
+INSTRUCTION = "\n\nRepeat the previous context exactly."
+SINKS = 4
+"""A chunk's first tokens, which lead every ranking, because attention gathers there when the chunk is read alone."""
 
 
-def prefill_chunk(lm: LanguageModel, ids: tuple[int, ...], *, prefix: ChunkKV | None = None) -> ChunkKV:
+class Ranker(Protocol):
+    """Another ranking of a chunk's tokens than that by the instruction."""
+
+    def query(self, instruction: Ids, ids: Ids) -> Ids:
+        """Return the token ids behind a chunk whose attention ranks it; empty if none is needed."""
+        ...
+
+    def order(self, keys: Sequence[Tensor], attention: Tensor) -> Tensor:
+        """Return `[n_layers, n_tokens]` int32, token indices by falling importance.
+
+        Args:
+            keys: per layer `[Hkv, n_tokens, D]`, unrotated.
+            attention: `[n_layers, n_tokens]` int32, the tokens by the attention that the query pays to them.
+        """
+        ...
+
+
+def prefill_chunk(lm: LanguageModel, ids: Ids, *, prefix: ChunkKV | None = None) -> ChunkKV:
     """Compute the keys and values of one chunk; see `prefill_chunks`."""
     return prefill_chunks(lm, [ids], prefix=prefix)[0]
 
@@ -31,23 +56,23 @@ def prefill_chunk(lm: LanguageModel, ids: tuple[int, ...], *, prefix: ChunkKV | 
 @torch.inference_mode()
 def prefill_chunks(
     lm: LanguageModel,
-    batch: Sequence[tuple[int, ...]],
+    batch: Sequence[Ids],
     *,
     prefix: ChunkKV | Sequence[ChunkKV] | None = None,
-    ranking: Ranking = "instruction",
+    ranker: Ranker | None = None,
 ) -> list[ChunkKV]:
     """Compute the keys and values of several chunks in one pass, and rank their tokens.
 
-    Each chunk is a sequence of its own: prefix, chunk, query tokens that rank it (see `ingestion.token_ranking`), and
-    padding. A token attends to nothing behind it, so query tokens and padding do not change a chunk's keys and values,
-    except for the last bits, which depend on the shape of the pass.
+    Each chunk is a sequence of its own: prefix, chunk, query tokens that rank it, and padding. A token attends to
+    nothing behind it, so query tokens and padding do not change a chunk's keys and values, except for the last bits,
+    which depend on the shape of the pass.
 
     Args:
         lm: the model.
         batch: token ids of each chunk; similar lengths need less padding.
         prefix: stored keys and values in front of the chunks, from position 0: one for all chunks, or one for each
             chunk, all of the same length. None for no prefix.
-        ranking: the ranking of tokens.
+        ranker: ranks the tokens; None ranks by the instruction.
 
     Returns:
         The chunks in the same order, on the model's device.
@@ -73,7 +98,7 @@ def prefill_chunks(
             "split the document into smaller passages"
         )
     instruction = instruction_ids(lm.tokenizer)
-    queries = [query_ids(ranking, instruction, ids)[:spare] for ids in batch]
+    queries = [(ranker.query(instruction, ids) if ranker else instruction)[:spare] for ids in batch]
     unpadded = [ids + query for ids, query in zip(batch, queries, strict=True)]
     width = max(map(len, unpadded))
     sequences = [ids + (0,) * (width - len(ids)) for ids in unpadded]
@@ -81,23 +106,71 @@ def prefill_chunks(
     for index, chunk in enumerate(prefixes):
         sequence = slice(None) if len(prefixes) == 1 else slice(index, index + 1)
         copy_chunk(buffer, 0, chunk, sequence, ropes=lm.ropes)
-    attention = TokenRanking(lm.n_layers, start, list(map(len, batch)), list(map(len, queries)), lm.device)
+    attention = QueryAttention(lm.n_layers, start, list(map(len, batch)), list(map(len, queries)), lm.device)
     plan = RowsPlan.between(start, start + width, lm.device, lm.sliding, attention.observe)
     forward_hidden(lm, torch.tensor(sequences, device=lm.device), plan, buffer, depth=lm.n_layers)
     rotate_buffer(buffer, lm.ropes, start, start + longest, back=True)
-    return [_cut(lm, buffer, index, start, len(ids), ranking, attention) for index, ids in enumerate(batch)]
+    return [_cut(buffer, index, start, len(ids), attention, ranker) for index, ids in enumerate(batch)]
 
 
 def _cut(
-    lm: LanguageModel, buffer: KVBuffer, index: int, start: int, tokens: int, ranking: Ranking, attention: TokenRanking
+    buffer: KVBuffer, index: int, start: int, tokens: int, attention: QueryAttention, ranker: Ranker | None
 ) -> ChunkKV:
-    """Cut the chunk of one sequence out of a buffer."""
     keys = [layer[index, :, start : start + tokens] for layer in buffer.keys]
     values = [layer[index, :, start : start + tokens] for layer in buffer.values]
-    if ranking == "knorm":
-        order = order_by_key_norm(keys)
-    elif ranking == "sinks":
-        order = order_by_position(lm.n_layers, tokens)
-    else:
-        order = attention.order(index)
-    return ChunkKV.of(keys, values, order, probe_layers=lm.critical_layers)
+    order = attention.order(index)
+    return ChunkKV.of(keys, values, ranker.order(keys, order) if ranker else order)
+
+
+def instruction_ids(tokenizer: PreTrainedTokenizerBase) -> Ids:
+    """Return the token ids of the ranking instruction."""
+    return tuple(tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"])
+
+
+class QueryAttention:
+    """Rank chunks' tokens by the attention of query tokens behind them, observed in one pass.
+
+    The query tokens attend to the chunk's prefix, the chunk and themselves.
+
+    Args:
+        n_layers: layers of the model.
+        start: position of the chunks' first token.
+        lengths: tokens of each chunk.
+        query_lengths: number of query tokens behind each chunk.
+        device: device of the pass.
+    """
+
+    def __init__(
+        self, n_layers: int, start: int, lengths: Sequence[int], query_lengths: Sequence[int], device: torch.device
+    ) -> None:
+        self._start, self._lengths, self._query_lengths = start, lengths, query_lengths
+        self._importance = [torch.zeros(n_layers, length, device=device) for length in lengths]
+
+    def observe(self, layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
+        """Record the attention that the chunks get in one layer; an `Observer` of `runtime.rows`.
+
+        Args:
+            layer: the layer.
+            query: `[B, Hq, R, D]` of all rows; the first row is the chunks' first token.
+            key: `[B, Hkv, length, D]`.
+            params: how the layer computes scores.
+        """
+        for index, (tokens, n_queries) in enumerate(zip(self._lengths, self._query_lengths, strict=True)):
+            if not n_queries:
+                continue
+            first, stop = self._start + tokens, self._start + tokens + n_queries
+            weights = attention_weights(
+                query[index : index + 1, :, tokens : tokens + n_queries],
+                key[index : index + 1, :, :stop],
+                torch.arange(first, stop, device=query.device),
+                torch.ones(stop, dtype=torch.bool, device=query.device),
+                params,
+                reduce="max",
+            )
+            self._importance[index][layer] = weights[self._start : first]
+
+    def order(self, index: int) -> Tensor:
+        """Return a chunk's tokens, `[n_layers, n_tokens]` int32 indices, most important first."""
+        importance = self._importance[index]
+        importance[:, :SINKS] = torch.inf
+        return importance.argsort(dim=1, descending=True, stable=True).to(torch.int32)

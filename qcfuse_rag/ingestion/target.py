@@ -1,4 +1,4 @@
-"""The target of a warming job: a model, a store, and the fixed texts in front of the chunks."""
+"""The target of a warming job: a model, a store, and the fixed texts in front of the chunks; and its units of work."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from array import array
 from dataclasses import dataclass
 from functools import cached_property
 
-from qcfuse_rag.ingestion.prefill import prefill_chunk
+from qcfuse_rag.ingestion.prefill import Ids, prefill_chunk
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.header import entry_bytes
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import Base
-
-Ids = tuple[int, ...]
-"""Token ids of one text."""
 
 
 @dataclass(frozen=True)
@@ -66,3 +63,26 @@ class PendingChunk:
     base: Base
     key: ChunkKey
     ids: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Chunks to compute in one pass.
+
+    Attributes:
+        base: base of all chunks.
+        chunks: token ids of each chunk.
+        origins: for a derived base, the token ids of the passages that each chunk's entry is made from, in their order;
+            else empty.
+        tokens_in_front: for a derived base, tokens in front of each chunk. Else 0.
+    """
+
+    base: Base
+    chunks: tuple[Ids, ...]
+    origins: tuple[tuple[Ids, ...], ...] = ()
+    tokens_in_front: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all chunks."""
+        return sum(map(len, self.chunks))

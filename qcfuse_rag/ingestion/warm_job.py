@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.ingestion.batch_plan import plan_batches
-from qcfuse_rag.ingestion.batch_prefill import Batch, BatchPrefiller, BatchResult
-from qcfuse_rag.ingestion.neighbour_table import EnrichmentPlan, NeighbourTable
-from qcfuse_rag.ingestion.summary import WarmPlan, WarmSummary
-from qcfuse_rag.ingestion.target import Ids, PendingChunk, PrefillTarget
-from qcfuse_rag.ingestion.token_ranking import instruction_ids
-from qcfuse_rag.ingestion.work_split import WorkSplit, split_work
+from qcfuse_rag.ingestion.batches import BatchResult, compute_batch, plan_batches, store_batch, system_prefix
+from qcfuse_rag.ingestion.extension import ComputedBase, EntryPlan, EntryWriter, Related
+from qcfuse_rag.ingestion.prefill import Ids, instruction_ids
+from qcfuse_rag.ingestion.target import Batch, PendingChunk, PrefillTarget
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import FRAMED, Base
+from qcfuse_rag.store.prefill_base import Base
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+REFRESH_ABOVE = 0.5
+"""An entry of a derived base is made again if it was made without more than this share of its origins."""
 
 Progress = Callable[[int, int], None]
 """`(done, total) -> None` in tokens, called after every batch."""
@@ -48,29 +48,120 @@ class PrefillWorkers(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class WarmPlan:
+    """The work that a warming job would do.
+
+    Attributes:
+        chunks: number of distinct chunks times bases.
+        present: chunks that are stored already.
+        to_warm: chunks to prefill.
+        tokens: tokens of the chunks to prefill.
+        size_bytes: bytes of the chunks to prefill in the store's last tier.
+        seconds: estimated time of the prefill, from one measured batch; None if it was not measured.
+        left_out: chunks that the store has no room for, the least wanted ones.
+        failed: see `WarmSummary`.
+        to_refresh: chunks among those to prefill whose stored entries are stale.
+        stalest: see `WarmSummary`.
+    """
+
+    chunks: int
+    present: int
+    to_warm: int
+    tokens: int
+    size_bytes: int
+    seconds: float | None
+    left_out: int
+    failed: tuple[tuple[int, str], ...]
+    to_refresh: int = 0
+    stalest: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmSummary:
+    """The work that a warming job did.
+
+    Attributes:
+        chunks: number of distinct chunks times bases.
+        warmed: chunks prefilled now.
+        present: chunks that were stored already.
+        left_out: chunks not prefilled because the store has no room for them beside more wanted ones.
+        tokens: tokens prefilled.
+        computed_tokens: tokens computed for them, ranking instruction and padding included.
+        size_bytes: bytes of keys and values written.
+        elapsed_s: seconds.
+        failed: `(index, reason)` of chunks that cannot be stored, by their first index in the job; questions over them
+            prefill them each time.
+        refreshed: chunks among those prefilled whose stored entries were stale: of a derived base, and made without
+            most of the passages that they would be made from now.
+        stalest: the largest share of such passages that an entry left in the store was not made from.
+    """
+
+    chunks: int
+    warmed: int
+    present: int
+    left_out: int
+    tokens: int
+    computed_tokens: int
+    size_bytes: int
+    elapsed_s: float
+    failed: tuple[tuple[int, str], ...]
+    refreshed: int = 0
+    stalest: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        rates = {"tokens_per_s": self.tokens / self.elapsed_s if self.elapsed_s else 0.0}
+        if self.warmed:
+            rates |= {"s_per_chunk": self.elapsed_s / self.warmed, "bytes_per_chunk": self.size_bytes / self.warmed}
+        return {**asdict(self), **rates}
+
+
+@dataclass(slots=True)
+class WorkSplit:
+    """A job's chunks by what happens to them; `WarmSummary` explains the counts."""
+
+    work: list[PendingChunk] = field(default_factory=list)
+    present: int = 0
+    left_out: int = 0
+    refreshed: int = 0
+    stalest: float = 0.0
+    failed: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens to prefill."""
+        return sum(len(chunk.ids) for chunk in self.work)
+
+
 class WarmJob:
     """Prefill chunks into a store. Stored chunks are left alone, so a killed job can simply be run again.
 
-    Exception: a stored enriched chunk is prefilled again if most of its current neighbours are new. A new document is
-    enriched at once; the chunks that it is a neighbour of are enriched again when enough has changed for them.
+    Exception: a stored chunk of a derived base is prefilled again if most of its origins are new. A new document is
+    used at once; the chunks that it is related to are made again when enough has changed for them.
 
     Memory use is bounded by the keys and values of one batch and four bytes for every token of the job.
 
     Args:
         target: the model, the store, the system prefix, which is stored too, and the primer.
         chunks: token ids of each chunk; empty chunks are skipped.
-        bases: the bases to store each chunk under. An enriched base also stores the framed caches it is made from.
+        bases: the bases to store each chunk under, with those that they require.
         priority: for each chunk how much it is wanted, such as how often it was retrieved. The most wanted chunks are
             prefilled first, and the others are left out if the store has no room for all. None keeps the order.
-        enrichment: the chunks' neighbours; needed for enriched bases.
+        related: what is known of how chunks belong together, for derived bases.
+        writer: records what entries of derived bases are made from; None records nothing.
         confirm: called with the keys of the entries that were just written; it removes those that must not stay, such
             as those of a document that was forgotten meanwhile. It may get keys again.
         batch_tokens: most tokens to compute in one pass; None is 2,048 on a CPU and 16,384 on a GPU. 1 computes every
             chunk alone, so that the stored bytes do not depend on the other chunks of the job.
 
     Raises:
-        ValueError: if the number of priorities or neighbours differs from the number of chunks, an enriched base has
-            no neighbours, or a primed base has no primer.
+        ValueError: if the number of priorities differs from the number of chunks, a base cannot be made from what is
+            known, or a primed base has no primer.
     """
 
     def __init__(
@@ -80,22 +171,28 @@ class WarmJob:
         *,
         bases: Iterable[Base],
         priority: Sequence[float] | None = None,
-        enrichment: EnrichmentPlan | None = None,
+        related: Related | None = None,
+        writer: EntryWriter | None = None,
         confirm: Callable[[Sequence[ChunkKey]], object] | None = None,
         batch_tokens: int | None = None,
     ) -> None:
         lm = target.lm
-        self._target, self._prefiller = target, BatchPrefiller(target)
+        self._target, self._writer, self._confirm = target, writer, confirm
         self._batch_tokens = batch_tokens or BATCH_TOKENS.get(lm.device.type, BATCH_TOKENS["cuda"])
-        self._instruction_tokens = len(instruction_ids(lm.tokenizer))
+        self._plans: dict[Base, EntryPlan] = {}
         all_bases, addresses = with_prerequisites(bases), set[str]()
+        if any(base.primed for base in all_bases) and not target.primer:
+            raise ValueError("a primed base needs the token ids of a primer")
+        if any(base.derived for base in all_bases):
+            chunks = list(chunks)
+        for base in all_bases:
+            if isinstance(base, ComputedBase):
+                plan = base.plan(target, list(chunks) if base.derived else (), related or Related(), writer)
+                self._plans |= {} if plan is None else {base: plan}
         self._pending: list[PendingChunk] = []
-        all_ids: list[array[int]] = []
         count = 0
         for index, ids in enumerate(chunks):
             count += 1
-            if enrichment is not None:
-                all_ids.append(array("i", ids))
             for base in all_bases if ids else ():
                 key = target.key(base, ids)
                 if key.address not in addresses:
@@ -105,14 +202,6 @@ class WarmJob:
             if len(priority) != count:
                 raise ValueError(f"{len(priority)} priorities for {count} chunks")
             self._pending.sort(key=lambda chunk: -priority[chunk.index])
-        if any(base.primed for base in all_bases) and not target.primer:
-            raise ValueError("a primed base needs the token ids of a primer")
-        if any(base.enriched for base in all_bases) and (enrichment is None or len(enrichment.neighbours) != count):
-            got = 0 if enrichment is None else len(enrichment.neighbours)
-            raise ValueError(f"an enriched base needs the neighbours of all {count} chunks, got those of {got}")
-        self._table = None if enrichment is None else NeighbourTable(target, all_ids, enrichment)
-        self._ledger = None if enrichment is None else enrichment.ledger
-        self._confirm = confirm
 
     def plan(self, *, measure: bool = False, limit_bytes: int | None = None) -> WarmPlan:
         """Return what `run` would do, without storing anything.
@@ -121,7 +210,7 @@ class WarmJob:
             measure: prefill one batch to estimate the time.
             limit_bytes: largest size of the store in bytes, instead of its own limit.
         """
-        split = self._split_work(limit_bytes or self._target.store.limit_bytes)
+        split = self._split(limit_bytes or self._target.store.limit_bytes)
         return WarmPlan(
             chunks=len(self._pending),
             present=split.present,
@@ -147,8 +236,8 @@ class WarmJob:
             StoreError: if the store cannot be written.
             QCFuseError: if a worker cannot load the model or write the store.
         """
+        target = self._target
         if workers is not None:
-            target = self._target
             return self._run(
                 progress,
                 lambda batches, _: workers.prefill(
@@ -158,23 +247,22 @@ class WarmJob:
             )
         return self._run(
             progress,
-            lambda batches, system_prefix: (self._prefiller.run(batch, system_prefix) for batch in batches),
+            lambda batches, prefix: (store_batch(target, batch, prefix) for batch in batches),
             in_order=True,
         )
 
     def _run(self, progress: Progress | None, compute: Compute, *, in_order: bool) -> WarmSummary:
         started = time.perf_counter()
-        split = self._split_work(self._target.store.limit_bytes)
-        system_prefix = self._prefiller.system_prefix() if self._pending else None
+        split = self._split(self._target.store.limit_bytes)
+        prefix = system_prefix(self._target) if self._pending else None
         results: list[BatchResult] = []
-        unconfirmed: list[ChunkKey] = []  # enriched entries that may be written by now
+        unconfirmed: list[ChunkKey] = []  # entries of derived bases that may be written by now
         written: list[ChunkKey] = []  # all entries that may be written by now
         try:
-            # Enriched chunks are made from framed ones, so the framed ones come first.
-            for enriched in (False, True):
-                work = [chunk for chunk in split.work if chunk.base.enriched is enriched]
+            for derived in (False, True):  # derived ones are made from the others
+                work = [chunk for chunk in split.work if chunk.base.derived is derived]
                 batches = (self._begin(batch, unconfirmed, written) for batch in self._plan_batches(work))
-                for result in compute(batches, system_prefix) if work else ():
+                for result in compute(batches, prefix) if work else ():
                     results.append(result)
                     if in_order:
                         self._recheck(unconfirmed, written)
@@ -200,38 +288,37 @@ class WarmJob:
         )
 
     def _begin(self, batch: Batch, unconfirmed: list[ChunkKey], written: list[ChunkKey]) -> Batch:
-        """Discard enriched chunks and record what they are made from, before they are computed.
+        """Record what the entries of a derived base are made from, before they are computed.
 
         Ray takes several batches at a time, so it records that many batches ahead.
         """
         written += [self._target.key(batch.base, ids) for ids in batch.chunks]
-        if batch.base.enriched and self._ledger is not None:
-            for ids, neighbours in zip(batch.chunks, batch.neighbours, strict=True):
+        if self._writer is not None:
+            for ids, origins in zip(batch.chunks, batch.origins, strict=False):
                 key = self._target.key(batch.base, ids)
-                self._target.store.discard(key)  # its old origins are forgotten here
-                self._ledger.record_origins(key, neighbours)
-                unconfirmed += [key] if any(neighbours) else []
+                self._writer.begin(key, origins)
+                unconfirmed += [key] if any(origins) else []
         return batch
 
     def _recheck(self, unconfirmed: list[ChunkKey], written: list[ChunkKey]) -> None:
-        """Delete entries whose document or neighbour was deleted during the computation."""
+        """Delete entries whose document or origin was deleted during the computation."""
         if self._confirm is not None and written:
             self._confirm(written)
             written.clear()
-        while unconfirmed and self._ledger is not None:
-            self._ledger.confirm(unconfirmed[-1])
+        while unconfirmed and self._writer is not None:
+            self._writer.confirm(unconfirmed[-1])
             unconfirmed.pop()
 
-    def _split_work(self, limit_bytes: int | None) -> WorkSplit:
-        return split_work(self._pending, self._target, limit_bytes, self._table)
+    def _split(self, limit_bytes: int | None) -> WorkSplit:
+        return split_work(self._pending, self._target, limit_bytes, self._plans)
 
     def _plan_batches(self, work: Sequence[PendingChunk]) -> Iterator[Batch]:
         return plan_batches(
             work,
             batch_tokens=self._batch_tokens,
-            extra=self._instruction_tokens,
+            extra=len(instruction_ids(self._target.lm.tokenizer)),
             primer_tokens=len(self._target.primer),
-            table=self._table,
+            plans=self._plans,
         )
 
     def _estimate_seconds(self, split: WorkSplit) -> float:
@@ -240,20 +327,63 @@ class WarmJob:
             return 0.0
         batches = list(self._plan_batches(split.work))
         middle = batches[len(batches) // 2]
-        system_prefix = self._prefiller.system_prefix(store=False)
+        prefix = system_prefix(self._target, store=False)
         started = time.perf_counter()
         if any(chunk.base.primed for chunk in split.work):
             _ = self._target.primed_prefix  # computed once for all batches
         begun = time.perf_counter()
-        self._prefiller.compute(middle, system_prefix)
+        compute_batch(self._target, middle, prefix)
         return begun - started + (time.perf_counter() - begun) / middle.tokens * split.tokens
 
 
 def with_prerequisites(bases: Iterable[Base]) -> tuple[Base, ...]:
-    """Return distinct bases, with the framed base added in front of enriched bases, which are made from it."""
+    """Return distinct bases and those that they require, derived bases last."""
     distinct = dict.fromkeys(bases)
-    independent = [base for base in distinct if not base.enriched]
-    enriched = [base for base in distinct if base.enriched]
-    if enriched and FRAMED not in independent:
-        independent.append(FRAMED)
-    return (*independent, *enriched)
+    required = [other for base in distinct if isinstance(base, ComputedBase) for other in base.requires]
+    return tuple(sorted(dict.fromkeys((*distinct, *required)), key=lambda base: base.derived))
+
+
+def split_work(
+    pending: Iterable[PendingChunk],
+    target: PrefillTarget,
+    limit_bytes: int | None,
+    plans: Mapping[Base, EntryPlan],
+) -> WorkSplit:
+    """Split the chunks of a job: to prefill, stored already, without room in the store, or impossible to store.
+
+    Args:
+        pending: the chunks, the most wanted first.
+        target: the model and the store.
+        limit_bytes: largest size of the store in bytes, or None.
+        plans: how the entries of derived bases are made.
+    """
+    split, size = WorkSplit(), target.entry_bytes(len(target.prefix_ids))
+    context_tokens = target.lm.context_window.tokens
+    for chunk in pending:
+        length = len(chunk.ids) + (len(target.prefix_ids) if chunk.base.after_prefix else 0)
+        length += len(target.primer) if chunk.base.primed else 0
+        entry_size = target.entry_bytes(len(chunk.ids))
+        size += entry_size
+        if chunk.key in target.store:
+            plan = plans.get(chunk.base)
+            staleness = 0.0 if plan is None else plan.staleness(chunk)
+            if staleness > REFRESH_ABOVE:
+                split.refreshed += 1
+                split.work.append(chunk)
+            else:
+                split.present += 1
+                split.stalest = max(split.stalest, staleness)
+        elif length > context_tokens:
+            if not chunk.base.primed:  # a primed cache is not made then, and the framed one is used in its place
+                reason = (
+                    f"a passage of {length:,} tokens with the system prefix exceeds the context window of "
+                    f"{context_tokens:,}; split the document into smaller passages"
+                )
+                split.failed.setdefault(chunk.index, reason)  # once for all bases
+            size -= entry_size
+        elif limit_bytes is not None and size > limit_bytes:
+            split.left_out += 1
+            size -= entry_size
+        else:
+            split.work.append(chunk)
+    return split

@@ -10,8 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.ingestion.summary import WarmSummary
-from qcfuse_rag.ingestion.warm_job import Progress
+from qcfuse_rag.ingestion.warm_job import Progress, WarmSummary
 from qcfuse_rag.store.documents.acl import tags_of
 
 

@@ -174,9 +174,9 @@ class ServedLibrary(Retriever):
         Raises:
             Busy: if another job changes the library.
             StoreError: if the store or the library cannot be written.
-            QCFuseError: if a document has no text, or the library's caches need neighbours.
+            QCFuseError: if a document has no text, or the library's caches are derived from other passages.
         """
-        if any(base.enriched for base in self._engine.corpus.bases):
+        if any(base.derived for base in self._engine.corpus.bases):
             raise QCFuseError("caches of this library are made with their neighbours; use `qcfuse warm run` here")
         documents = {self._source_of(name): text for name, text in documents.items()}
         assert self._splitting is not None

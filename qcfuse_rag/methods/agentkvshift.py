@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.deviation import DeviationProbe, stored_rows
-from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.selectors import Selection, TopPerChunk
-from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
+from qcfuse_rag.fusion.method import Method, PassStart
+from qcfuse_rag.methods.common import DeviationProbe, TopPerChunk, stored_rows
 from qcfuse_rag.models.rope import LayerRope
-from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.layer_hooks import LayerHook
 from qcfuse_rag.store.prefill_base import BLIND, Base
 
 
@@ -35,26 +33,19 @@ class MeanShift:
     keys: bool = True
     values: bool = True
 
-    def make_hook(
-        self,
-        fused: FusedPrompt,
-        candidates: list[PlacedChunk],
-        selection: Selection,
-        scores: Scores | None,
-        budget: int,
-    ) -> MeanShiftPass:
+    def make_hook(self, start: PassStart) -> MeanShiftPass:
         """Return the hook of one pass."""
-        assert scores is not None
-        distance = scores.mean.clamp_min(0).sqrt()
+        assert start.scores is not None
+        distance = start.scores.mean.clamp_min(0).sqrt()
         chunks = []
-        for placed in candidates:
+        for placed in start.candidates:
             span = torch.arange(placed.span.start, placed.span.stop, device=distance.device)
-            selected = torch.isin(span, selection.positions)
+            selected = torch.isin(span, start.selection.positions)
             if selected.any() and not selected.all():
                 mean = distance[span[selected]].mean().clamp_min(torch.finfo(torch.float32).tiny)
                 weights = (distance[span[~selected]] / mean).clamp_max(1)
                 chunks.append(ShiftedChunk(span[selected], span[~selected], weights))
-        return MeanShiftPass(fused.lm.ropes, chunks, self.keys, self.values)
+        return MeanShiftPass(start.fused.lm.ropes, chunks, self.keys, self.values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +57,8 @@ class ShiftedChunk:
     weights: Tensor
 
 
-@dataclass(slots=True, eq=False)
-class MeanShiftPass:
+@dataclass(eq=False)
+class MeanShiftPass(LayerHook):
     """The hook of one pass. Layer 0 is not shifted: its residuals are rounding errors."""
 
     ropes: tuple[LayerRope, ...]

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.deviation import DeviationProbe, Measure, deviation, stored_rows
-from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.selectors import AllTokens, Selection, TopTokens, candidate_positions
-from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
-from qcfuse_rag.runtime.attention.scores import Scores
+from qcfuse_rag.fusion.method import Method, PassStart
+from qcfuse_rag.fusion.selectors import TopTokens
+from qcfuse_rag.methods.common import AllTokens, DeviationProbe, Measure, deviation, stored_rows
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.layer_hooks import LayerHook
 from qcfuse_rag.store.prefill_base import BLIND, Base
 
 
@@ -41,18 +40,11 @@ class GradualFilter:
         if self.first_layer < 0:
             raise ValueError(f"layer must not be negative, got {self.first_layer}")
 
-    def make_hook(
-        self,
-        fused: FusedPrompt,
-        candidates: list[PlacedChunk],
-        selection: Selection,
-        scores: Scores | None,
-        budget: int,
-    ) -> GradualFilterPass:
+    def make_hook(self, start: PassStart) -> GradualFilterPass:
         """Return the hook of one pass."""
-        positions = candidate_positions(candidates, fused.lm.device)
-        layers = range(self.first_layer + 1, fused.lm.n_layers)
-        shares = self.shares(budget / len(positions), len(layers))
+        positions = start.positions
+        layers = range(self.first_layer + 1, start.fused.lm.n_layers)
+        shares = self.shares(start.budget / len(positions), len(layers))
         counts = {layer: max(1, round(share * len(positions))) for layer, share in zip(layers, shares, strict=True)}
         return GradualFilterPass(positions, self.measure, counts)
 
@@ -64,8 +56,8 @@ class GradualFilter:
         return [ratio * (1 + spread - 2 * spread * i / (layers - 1)) for i in range(layers)]
 
 
-@dataclass(slots=True, eq=False)
-class GradualFilterPass:
+@dataclass(eq=False)
+class GradualFilterPass(LayerHook):
     """The hook of one pass.
 
     Attributes:

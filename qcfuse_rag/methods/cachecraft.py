@@ -8,21 +8,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext, follows_system_prefix
+from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.selectors import Selection, TopPerChunk
-from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
-from qcfuse_rag.ingestion.chunk_attention import NO_IMPACT, captured_overlap, context_impact
+from qcfuse_rag.fusion.method import Method, PassStart
+from qcfuse_rag.fusion.state import FusedPrompt
+from qcfuse_rag.methods.captures.attention import NO_IMPACT, captured_overlap, context_impact
+from qcfuse_rag.methods.captures.slots import Slot, follows_system_prefix, predecessors, read_checked, slots_at
+from qcfuse_rag.methods.common import TopPerChunk, with_demand
 from qcfuse_rag.prompts.segments import Span
 from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import to_device
+from qcfuse_rag.runtime.layer_hooks import LayerHook
 from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import FRAMED, Base
-from qcfuse_rag.store.variant_slots import Slot, filled_slots, read_checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,9 @@ class ClosestVariant:
 
     def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Return the exact cache if there is one, else the cache with the smallest overhead, or a miss."""
-        prompt, ids = context.prompt, context.span.segment.stored_ids
         if isinstance(stored, ChunkKV) and context.exact_under(context.base):
-            return AdaptedChunk(stored, exact=True, demand=0.0)
-        slots = filled_slots(context.store, "variant", self.slots, context.lm.fingerprint, prompt.prefix_ids, ids)
+            return AdaptedChunk(stored, exact=True)
+        slots = slots_at(context, "variant", self.slots)
         for overhead, exact, slot in self._ranked(context, slots):
             if overhead >= 1 and self.refuse and (slot is not None or isinstance(stored, ChunkKV)):
                 return Miss(f"fix overhead {overhead:.2f}: every stored cache would be recomputed whole")
@@ -86,7 +86,7 @@ class ClosestVariant:
             if isinstance(chunk, ChunkKV):
                 name, key = (context.base.name, None) if slot is None else (slot.key.base, slot.key)
                 note = f"{name}, exact" if exact else f"{name}, fix overhead {overhead:.2f}"
-                return AdaptedChunk(chunk, exact, overhead, note, key)
+                return AdaptedChunk(with_demand(chunk, overhead), exact, note=note, key=key)
         return stored if isinstance(stored, Miss) else Miss("absent")
 
     def _ranked(self, context: PlacementContext, slots: Sequence[Slot]) -> Iterator[tuple[float, bool, Slot | None]]:
@@ -95,10 +95,10 @@ class ClosestVariant:
         rated: list[tuple[float, bool, Slot | None]] = [
             (self._overhead(min(impacts, default=NO_IMPACT), 0.0), False, None)
         ]
-        only_chunks_before = follows_system_prefix(context)
+        only_chunks_before, now = follows_system_prefix(context), predecessors(context)
         for slot, impact in zip(slots, impacts, strict=True):
-            exact = only_chunks_before and slot.context == context.predecessors
-            overlap = captured_overlap(slot.chunk, context.predecessors)
+            exact = only_chunks_before and slot.context == now
+            overlap = captured_overlap(slot.chunk, now)
             rated.append((0.0 if exact else self._overhead(impact, overlap), exact, slot))
         yield from sorted(rated, key=lambda rating: (not rating[1], rating[0]))  # stable: the framed cache wins ties
 
@@ -126,22 +126,15 @@ class FocusedChunks:
         if not 0 <= self.depth <= 1 or not 0 <= self.share <= 1:
             raise ValueError(f"depth and share must be fractions, got {self.depth} and {self.share}")
 
-    def make_hook(
-        self,
-        fused: FusedPrompt,
-        candidates: list[PlacedChunk],
-        selection: Selection,
-        scores: Scores | None,
-        budget: int,
-    ) -> FocusedChunksPass:
+    def make_hook(self, start: PassStart) -> FocusedChunksPass:
         """Return the hook of one pass."""
-        last = min(int(self.depth * fused.lm.n_layers), fused.lm.n_layers - 1)
-        question = to_device(fused.probe_rows(), fused.lm.device)
-        return FocusedChunksPass(fused.prompt.chunks, question, selection.positions, last, self.share)
+        last = min(int(self.depth * start.fused.lm.n_layers), start.fused.lm.n_layers - 1)
+        question = to_device(start.fused.probe_rows(), start.fused.lm.device)
+        return FocusedChunksPass(start.fused.prompt.chunks, question, start.selection.positions, last, self.share)
 
 
-@dataclass(slots=True, eq=False)
-class FocusedChunksPass:
+@dataclass(eq=False)
+class FocusedChunksPass(LayerHook):
     """The hook of one pass.
 
     Attributes:
@@ -170,17 +163,7 @@ class FocusedChunksPass:
                 unfocused |= (rows >= span.start) & (rows < span.stop)
         return rows[~(unfocused & torch.isin(rows, self.recomputed))]
 
-    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
-        """Change nothing."""
-
-    def on_attention(
-        self,
-        layer: int,
-        rows: Tensor,
-        query: Tensor,
-        key: Tensor,
-        params: AttentionParams,
-    ) -> None:
+    def on_attention(self, layer: int, rows: Tensor, query: Tensor, key: Tensor, params: AttentionParams) -> None:
         """Add the attention of the question's rows to each chunk, mean over rows and heads."""
         if layer > self.last:
             return
@@ -205,7 +188,7 @@ def cachecraft(
     Args:
         ratio: share of all passages' tokens, divided by demand; None recomputes what each passage demands, as
             published, and computes a passage in full from a demand of 1 on.
-        base: stored caches besides the caches captured with `engine.corpus.capture`.
+        base: stored caches besides the captured ones, see `captures.job.capture`.
         alpha: demand per unit of context impact and change; the paper fits it to a quality target.
         slots: captured caches to try for each passage; the paper's example keeps 5.
         early_stop: after 0.4 of the layers recompute only passages that the question attends to; None does so if no

@@ -2,10 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.selectors import ChunkHeads
-from qcfuse_rag.store.prefill_base import BEGUN, BLIND, Base
+from qcfuse_rag.fusion.selectors import Selection
+from qcfuse_rag.fusion.state import PlacedChunk
+from qcfuse_rag.methods.common import split_budget
+from qcfuse_rag.runtime.attention.scores import Scores
+from qcfuse_rag.store.prefill_base import BLIND, Base
+
+
+@dataclass(frozen=True, slots=True)
+class BegunBase(Base):
+    """Behind copies of the first token of every prompt, which become the attention sink instead of the chunk."""
+
+    copies: int = 4
+
+    def prefix(self, prefix_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the copies; they do not depend on the prompt's wording."""
+        return prefix_ids[:1] * self.copies
+
+
+BEGUN = BegunBase("begun", after_prefix=False)
+"""LegoLink-0's base."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHeads:
+    """The first tokens of every chunk, where a chunk that was prefilled alone has an attention sink.
+
+    Attributes:
+        n_tokens: tokens per chunk; None splits the budget in proportion to the chunks' lengths.
+    """
+
+    n_tokens: int | None = 16
+
+    def __post_init__(self) -> None:
+        if self.n_tokens is not None and self.n_tokens < 0:
+            raise ValueError(f"n_tokens must not be negative, got {self.n_tokens}")
+
+    def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
+        """Return the first positions of every chunk."""
+        lengths = [len(placed.span) for placed in candidates]
+        if self.n_tokens is None:
+            counts = split_budget(budget, [float(length) for length in lengths], lengths)
+        else:
+            counts = [min(self.n_tokens, length) for length in lengths]
+        starts = (placed.span.start for placed in candidates)
+        heads = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        return Selection(torch.cat(heads)) if heads else Selection.none()
 
 
 def epic(ratio: float | None = None, base: Base | None = None, n_tokens: int = 16) -> Method:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext, add_differences, follows_system_prefix
+from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
+from qcfuse_rag.methods.captures.slots import (
+    Slot,
+    add_differences,
+    context_overlap,
+    follows_system_prefix,
+    kendall_distance,
+    predecessors,
+    read_checked,
+    slots_at,
+)
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.context_distance import context_overlap, kendall_distance
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.store.variant_slots import Slot, filled_slots, read_checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +33,7 @@ class StoredPatches:
     that are in only one of the two contexts, then to the closest order. A whole difference serves as a patch too.
 
     Attributes:
-        threshold: least overlap of contexts, by attention (see `store.context_distance`). The paper asks for a
+        threshold: least overlap of contexts, by attention (see `captures.slots`). The paper asks for a
             threshold but gives no value: this number is ours.
         slots: number of patches to try for each chunk.
     """
@@ -52,17 +60,15 @@ class StoredPatches:
                 break
             patch = read_checked(context.store, slot)
             if patch is not None:
-                exact = slot.key.base.startswith("difference") and slot.context == context.predecessors
+                exact = slot.key.base.startswith("difference") and slot.context == predecessors(context)
                 note = f"{slot.key.base}, overlap {overlap:.2f}"
                 return AdaptedChunk(add_differences(stored, [(1.0, patch)]), exact, note=note)
         return AdaptedChunk(stored, note=f"no patch fits, best overlap {best:.2f}")
 
     def _ranked(self, context: PlacementContext) -> list[tuple[float, Slot]]:
         """Return patches with their overlap, the best first; a whole difference before its low-rank patch."""
-        now = context.predecessors
-        chunk_id = context.lm.fingerprint, context.prompt.prefix_ids, context.span.segment.stored_ids
-        slots = filled_slots(context.store, "difference", self.slots, *chunk_id)
-        slots += filled_slots(context.store, "patch", self.slots, *chunk_id)
+        now = predecessors(context)
+        slots = slots_at(context, "difference", self.slots) + slots_at(context, "patch", self.slots)
         rated = [(context_overlap(slot, now), slot) for slot in slots]
 
         def order(rating: tuple[float, Slot]) -> tuple[float, int, float]:
@@ -73,7 +79,7 @@ class StoredPatches:
 
 
 def kamera(ratio: float = 0.0, threshold: float = 0.5, slots: int = 5) -> Method:
-    """Add stored patches to framed caches; `engine.corpus.capture(groups, keep=("patch",), rank=32)` makes them.
+    """Add stored patches to framed caches; `capture(writer, groups, keep=("patch",))` makes them.
 
     Args:
         ratio: share of the passage tokens to recompute in addition, chosen by ProphetKV's probe. This is ours; the

@@ -5,16 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext, add_differences, follows_system_prefix
+from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
+from qcfuse_rag.methods.captures.slots import (
+    Slot,
+    add_differences,
+    context_distance,
+    follows_system_prefix,
+    predecessors,
+    read_checked,
+    slots_at,
+)
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.context_distance import context_distance
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.store.variant_slots import Slot, filled_slots, read_checked
 
 NEGLIGIBLE = 1e-4
 """Weight below which an anchor is not read."""
@@ -52,9 +59,8 @@ class AnchorOffsets:
             return AdaptedChunk(stored, exact=True)
         if not follows_system_prefix(context):
             return Miss("no anchor applies, since text other than passages precedes the chunk")
-        chunk_id = context.lm.fingerprint, context.prompt.prefix_ids, context.span.segment.stored_ids
-        slots = filled_slots(context.store, "difference", self.anchors, *chunk_id)
-        same = [slot for slot in slots if slot.context == context.predecessors]
+        slots, now = slots_at(context, "difference", self.anchors), predecessors(context)
+        same = [slot for slot in slots if slot.context == now]
         for slot in same:
             chunk = read_checked(context.store, slot)
             if chunk is not None:
@@ -65,7 +71,7 @@ class AnchorOffsets:
     def _average(self, context: PlacementContext, stored: ChunkKV, slots: list[Slot]) -> AdaptedChunk | Miss:
         if not slots:
             return Miss("no anchor")
-        weights = self._weights([context_distance(slot, context.predecessors) for slot in slots])
+        weights = self._weights([context_distance(slot, predecessors(context)) for slot in slots])
         entropy, max_entropy = sum(w * math.log2(1 / w) for w in weights if w > 0), math.log2(len(slots))
         if entropy > self.gamma * max_entropy:
             return Miss(f"anchors disagree: entropy {entropy:.2f} of {max_entropy:.2f} bits")
@@ -87,7 +93,7 @@ class AnchorOffsets:
 
 
 def kvcomm(ratio: float = 0.0, gamma: float = 0.3, temperature: float = 1.0, anchors: int = 20) -> Method:
-    """Add stored differences to framed caches; `engine.corpus.capture(groups, keep=("difference",))` makes them.
+    """Add stored differences to framed caches; `capture(writer, groups, keep=("difference",))` makes them.
 
     Capture with `variants=20` to store as many differences as `anchors` tries.
 

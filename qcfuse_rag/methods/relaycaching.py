@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -11,20 +11,17 @@ from torch.nn import functional
 
 from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.deviation import stored_rows
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import Method, PassStart
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.fusion.selectors import AllTokens, Selection, candidate_positions
-from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
-from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
-from qcfuse_rag.ingestion.token_ranking import order_by_key_norm
-from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
+from qcfuse_rag.ingestion.extension import EntryWriter
+from qcfuse_rag.methods.common import AllTokens, order_by_key_norm, stored_rows
+from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.layer_hooks import LayerHook
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
-from qcfuse_rag.store.backends.base import KVStore, Miss
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED, Base
@@ -120,21 +117,14 @@ class RelayRecompute:
             raise ValueError(f"the model has {lm.n_layers} layers, the method asks for layer {layers.end}")
         return layers
 
-    def make_hook(
-        self,
-        fused: FusedPrompt,
-        candidates: list[PlacedChunk],
-        selection: Selection,
-        scores: Scores | None,
-        budget: int,
-    ) -> RelayRecomputePass:
+    def make_hook(self, start: PassStart) -> RelayRecomputePass:
         """Return the hook of one pass."""
-        positions = candidate_positions(candidates, fused.lm.device)
-        return RelayRecomputePass(positions, self, self.layers_of(fused.lm), budget if self.fixed else None)
+        positions = start.positions
+        return RelayRecomputePass(positions, self, self.layers_of(start.fused.lm), start.budget if self.fixed else None)
 
 
-@dataclass(slots=True, eq=False)
-class RelayRecomputePass:
+@dataclass(eq=False)
+class RelayRecomputePass(LayerHook):
     """The hook of one pass.
 
     Attributes:
@@ -176,14 +166,7 @@ class RelayRecomputePass:
             self._deviation = (1 - functional.cosine_similarity(stored, fresh, dim=-1)).clamp_min(0)
             self._stored = None
 
-    def on_attention(
-        self,
-        layer: int,
-        rows: Tensor,
-        query: Tensor,
-        key: Tensor,
-        params: AttentionParams,
-    ) -> None:
+    def on_attention(self, layer: int, rows: Tensor, query: Tensor, key: Tensor, params: AttentionParams) -> None:
         """At `detect`, measure the attention of the prompt's last tokens, and choose tokens."""
         if layer != self.layers.detect or self._deviation is None:
             return
@@ -215,7 +198,7 @@ def relaycaching(
 
     Args:
         ratio: share of the tokens to choose, recomputed in all layers; None for the published thresholds and layers.
-        base: the stored caches for chunks that were not stored with `engine.corpus.put_generated`.
+        base: the stored caches for chunks that were not stored with `store_answer`.
         layers: the layers at which to begin, choose and end; None derives them from the depth.
         deviation: choose tokens whose values deviate at least this many times the mean.
         influence: choose tokens that get at least this many times the mean attention.
@@ -226,7 +209,7 @@ def relaycaching(
     return Method("relaycaching", base, PreferGenerated(), selector=AllTokens(), budget=budget, layer_hook=layer_hook)
 
 
-GENERATED = Base("generated", after_prefix=True, ranking="knorm")
+GENERATED = Base("generated", after_prefix=True)
 """Base of generated answers, prefilled behind a whole prompt. Never exact in another prompt; cannot be warmed."""
 
 UNSTABLE_TOKENS = 2
@@ -250,39 +233,48 @@ class StoredAnswer:
     reason: str | None = None
 
 
-@torch.inference_mode()
-def store_answer(
-    lm: LanguageModel,
-    store: KVStore,
-    prompts: PromptBuilder,
-    prefilled: Prefilled,
-    generated: tuple[int, ...],
-    text: str,
-    ledger: ProvenanceLedger | None = None,
-) -> StoredAnswer:
-    """Store the keys and values of an answer under the token ids that it has as a passage of a later prompt.
+class AnsweredPrompt(Protocol):
+    """A prompt and its finished answer, as `FusionEngine.stream` gives it."""
 
-    They must be exact: the prompt prefilled in full, the answer decoded token by token. The tokens that the template
-    adds to a passage are computed in one short pass behind the same prompt. Nothing of the prompt is stored, but the
-    keys and values depend on it: use a store that may keep the conversation.
+    @property
+    def prefilled(self) -> Prefilled:
+        """The prompt's prefill, on whose buffer the answer was decoded."""
+
+    def result(self) -> Any:
+        """Finish the answer and return it, with its token `ids` and its `text`."""
+
+
+def store_answer(writer: EntryWriter, stream: AnsweredPrompt, text: str | None = None) -> StoredAnswer:
+    """Store the keys and values of an answer that will be a passage of later prompts.
+
+    They must be exact: ask with `method=make_method("full")`. The tokens that the template adds to a passage are
+    computed in one short pass behind the same prompt. Nothing of the prompt is stored, but the keys and values depend
+    on it: the entry is removed when one of the prompt's passages is gone from the store's sources.
 
     Args:
-        lm: the model.
-        store: the store.
-        prompts: writes and tokenises passages.
-        prefilled: the prompt's prefill, on whose buffer the answer was decoded.
-        generated: token ids of the generated answer.
-        text: the answer as a passage, or the beginning of it.
-        ledger: records the passages that the entry was computed from.
+        writer: `engine.corpus.entry_writer()`.
+        stream: the answer, from `FusionEngine.stream`; it is finished first if it is not.
+        text: the passage, which begins as the answer does; the answer itself if None.
 
     Returns:
-        The entry, or why there is none: the method may reuse stored caches, or a passage is tokenised differently.
+        What was stored, or why nothing was.
 
     Raises:
         StoreError: if the store cannot be written.
     """
-    prompt = prefilled.prompt
-    report = prefilled.report
+    generation, prompt = stream.result(), stream.prefilled.prompt
+    passage = generation.text if text is None else text
+    if prompt.joined and writer.has_restricted():
+        return StoredAnswer(None, reason="the prompt is a joined text; it may contain passages with restricted access")
+    prompt_chunks = [span.segment.stored_ids for span in prompt.chunks]
+    if len(writer.permitted([*prompt_chunks, writer.prompts.chunk_ids(passage)])) <= len(prompt_chunks):
+        return StoredAnswer(None, reason="the prompt has a passage that some readers of the answer must not read")
+    return _store(writer, stream.prefilled, generation.ids, passage)
+
+
+@torch.inference_mode()
+def _store(writer: EntryWriter, prefilled: Prefilled, generated: tuple[int, ...], text: str) -> StoredAnswer:
+    lm, prompts, prompt, report = writer.target.lm, writer.prompts, prefilled.prompt, prefilled.report
     # Even without reuse a method may limit what recomputed rows see, and an earlier turn's rows may be inexact.
     if report.base is not None or prefilled.exact_tokens < len(prompt):
         reason = f"an answer of method {report.method} may be inexact; generate it with method full"
@@ -305,17 +297,14 @@ def store_answer(
         tail = torch.tensor(ids[matching:], device=lm.device)
         plan = RowsPlan.between(start + matching, stop, lm.device, lm.sliding)
         forward_hidden(lm, tail, plan, buffer, depth=lm.n_layers)
-    keys = _unrotated_keys(lm, buffer, start, stop)
+    positions = torch.arange(start, stop, device=lm.device)
+    layers = zip(buffer.keys, lm.ropes, strict=True)
+    keys = [rope.rotated(part[0, :, start:stop], -positions) for part, rope in layers]
     values = [layer[0, :, start:stop] for layer in buffer.values]
     prompt_chunks = [span.segment.stored_ids for span in prompt.chunks]
-    context, facts = tuple(map(hash_ids, prompt_chunks)), {"decoded": (float(matching),)}
-    ranking = order_by_key_norm(keys)
-    chunk = ChunkKV.of(keys, values, ranking, probe_layers=lm.critical_layers, context=context, facts=facts)
+    notes = {"context": list(map(hash_ids, prompt_chunks)), "facts": {"decoded": [float(matching)]}}
     key = GENERATED.key(lm.fingerprint, prompt.prefix_ids, ids)
-    if ledger is not None:
-        ledger.record_origins(key, prompt_chunks)
-    store.put(key, chunk)
-    if prompt_chunks and ledger is not None and not ledger.confirm(key):
+    if not writer.put(key, ChunkKV.of(keys, values, order_by_key_norm(keys), notes=notes), prompt_chunks):
         return StoredAnswer(None, reason="a passage of its prompt has been forgotten in the meantime")
     return StoredAnswer(key, len(ids), len(ids) - matching)
 
@@ -329,10 +318,3 @@ def _copy_buffer(lm: LanguageModel, buffer: KVBuffer, filled: int, capacity: int
     for target, source in zip((*copy.keys, *copy.values), (*buffer.keys, *buffer.values), strict=True):
         target[:, :, :filled] = source[:, :, :filled]
     return copy
-
-
-def _unrotated_keys(lm: LanguageModel, buffer: KVBuffer, start: int, stop: int) -> list[Tensor]:
-    """Return the unrotated keys of each layer, `[Hkv, stop - start, D]`."""
-    positions = torch.arange(start, stop, device=lm.device)
-    layers = zip(buffer.keys, lm.ropes, strict=True)
-    return [rope.rotated(keys[0, :, start:stop], -positions) for keys, rope in layers]

@@ -33,16 +33,6 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
-def default_critical_layers(n_layers: int) -> tuple[int, ...]:
-    """Return the three layers around 0.53 of the depth: the default for a model without a profile.
-
-    QCFuse (arXiv 2606.05875) publishes lists for the Llama, Mistral and Qwen3 8B models. There, attention from question
-    to evidence is sharpest between 0.41 and 0.59 of the depth. For a model of one or two layers, return all layers.
-    """
-    middle = min(max(round(0.53 * n_layers), 1), n_layers - 2)
-    return tuple(layer for layer in (middle - 1, middle, middle + 1) if 0 <= layer < n_layers)
-
-
 def build_grammar_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
     """Convert a vocabulary for llguidance, padded to the width of the model's logits; this can take seconds.
 
@@ -73,8 +63,6 @@ class LanguageModel:
         context_window: the number of tokens that fit.
         fingerprint: identifies everything that stored keys and values depend on.
         stock_attention: transformers' own attention for this model, used to check the `qcfuse` attention.
-        critical_layers: ascending indices of the layers that a question's probe reads; three layers chosen by depth
-            unless a profile names others. Use `dataclasses.replace` to change them.
     """
 
     model: PreTrainedModel
@@ -86,7 +74,6 @@ class LanguageModel:
     context_window: ContextWindow
     fingerprint: Fingerprint
     stock_attention: str
-    critical_layers: tuple[int, ...]
 
     def empty_buffer(self, capacity: int, *, batch: int = 1, pool: BufferPool | None = None) -> KVBuffer:
         """Allocate a buffer for `batch` sequences of `capacity` tokens; see `KVBuffer.allocate`."""
@@ -139,7 +126,6 @@ class LanguageModel:
             context_window=context_window,
             fingerprint=fingerprint_model(model, tokenizer, ropes, weights_hash),
             stock_attention=stock_attention_name(model),
-            critical_layers=default_critical_layers(len(shapes)),
         )
 
     @property

@@ -6,8 +6,7 @@ dropped from the hidden states and from the layer's arguments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,15 @@ PER_ROW = ("position_ids", "position_embeddings", "cache_position", "per_layer_i
 """Arguments of a decoder layer that hold one item for each row."""
 
 
-class LayerHook(Protocol):
-    """Observes and changes one pass between its layers. Every pass gets a new hook."""
+class LayerHook:
+    """Observes and changes one pass between its layers. Every pass gets a new hook; this one changes nothing.
+
+    Attributes:
+        chosen: `[S]` int64 ascending, the reused tokens that count as recomputed, whatever layer they ended in; None
+            for the tokens computed in the last layer.
+    """
+
+    chosen: Tensor | None = None
 
     def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
         """Choose the rows that a layer computes, before it runs.
@@ -35,7 +41,7 @@ class LayerHook(Protocol):
             Some of `rows`, ascending, including the last. A row that is left out is not computed in this layer or any
             later one; its stored keys and values stay in the buffer.
         """
-        ...
+        return rows
 
     def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
         """Act after a layer's fresh keys and values are written to the buffer and before any row attends to them.
@@ -46,21 +52,8 @@ class LayerHook(Protocol):
             buffer: the request's buffer, with rotated keys; positions that are not rows may be changed.
             query: `[1, Hq, R, D]` of the rows, rotated.
         """
-        ...
 
-
-@runtime_checkable
-class AttentionHook(LayerHook, Protocol):
-    """A hook that also observes the pass's attention."""
-
-    def on_attention(
-        self,
-        layer: int,
-        rows: Tensor,
-        query: Tensor,
-        key: Tensor,
-        params: AttentionParams,
-    ) -> None:
+    def on_attention(self, layer: int, rows: Tensor, query: Tensor, key: Tensor, params: AttentionParams) -> None:
         """Observe a layer's attention inputs, after `after_write`.
 
         Args:
@@ -70,40 +63,6 @@ class AttentionHook(LayerHook, Protocol):
             key: `[1, Hkv, length, D]`, rotated.
             params: how the layer computes scores.
         """
-        ...
-
-
-@runtime_checkable
-class ChoosingHook(LayerHook, Protocol):
-    """A hook that reports which tokens it recomputed.
-
-    Attributes:
-        chosen: `[S]` int64 ascending, the reused tokens that count as recomputed, whatever layer they ended in; None
-            for the tokens computed in the last layer.
-    """
-
-    chosen: Tensor | None
-
-
-@dataclass(slots=True, eq=False)
-class NestedRows:
-    """A hook that ends rows at layers chosen before the pass (RelaxKV, arXiv 2609.33503: row sets nested over depth).
-
-    Attributes:
-        positions: `[S]` int64 ascending, the rows that end.
-        until: `[S]` int64, the last layer that each is computed in.
-    """
-
-    positions: Tensor
-    until: Tensor
-
-    def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
-        """Drop the rows whose last layer is done."""
-        ended = self.positions[self.until < layer]
-        return rows[~torch.isin(rows, ended)] if len(ended) else rows
-
-    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
-        """Change nothing."""
 
 
 class HookedPass:
@@ -153,8 +112,7 @@ class HookedPass:
     @property
     def chosen(self) -> Tensor:
         """`[S]` int64 ascending, the rows that count as recomputed: the hook's choice, else the last layer's rows."""
-        chosen = self._hook.chosen if isinstance(self._hook, ChoosingHook) else None
-        return self.plan.rows if chosen is None else chosen
+        return self.plan.rows if self._hook.chosen is None else self._hook.chosen
 
     def _with_rows(self, rows: Tensor) -> RowsPlan:
         # The closure must not hold `self`, which holds the plan: the cycle would keep the buffer until it is collected.
@@ -162,8 +120,7 @@ class HookedPass:
 
         def observe(layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
             hook.after_write(layer, rows, buffer, query)
-            if isinstance(hook, AttentionHook):
-                hook.on_attention(layer, rows, query, key, params)
+            hook.on_attention(layer, rows, query, key, params)
             if initial.observe is not None:
                 initial.observe(layer, query, key, params)
 

@@ -10,8 +10,7 @@ from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss
 from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.low_rank import RANKS
-from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
+from qcfuse_rag.store.quantization import LOSSLESS, RANKS, check_numbers
 
 Progress = Callable[[int, int], None]
 """`(done, total) -> None`."""

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.store.blocks import KINDS, Blocks, PreloadedBlocks, SlabBlocks, TensorBlocks
-from qcfuse_rag.store.low_rank import RANKS, factorize, multiply_factors
-from qcfuse_rag.store.provenance import Context, Facts, check_provenance
-from qcfuse_rag.store.quantization import LOSSLESS, check_numbers, dequantize, quantize, side_block
+from qcfuse_rag.store.quantization import (
+    LOSSLESS,
+    RANKS,
+    check_numbers,
+    dequantize,
+    factorize,
+    multiply_factors,
+    quantize,
+    side_block,
+)
 
 RANKING = "ranking"
 
@@ -27,35 +37,30 @@ class ChunkKV:
         n_layers: layers of the model.
         dtype: the model's dtype, which `layer` returns.
         numbers: format of keys and values, see `store.quantization`.
-        probe_layers: layers whose keys a probe reads before anything else; decides only the order of blocks in a file.
         expires: unix time from which on it must not be used, or None.
         blocks: `key.L` and `value.L`: `[n_tokens, Hkv, D]`, keys unrotated (after a model's own key norm, at position
             0), with `key.L.scale` and `value.L.scale` beside them where `numbers` needs them; in a format of low rank
             `[n_tokens, m]`, with `key.L.basis` and `value.L.basis` `[m, Hkv, D]`. `ranking`: `[n_layers, n_tokens]`
-            int32, token indices by falling importance, see `ingestion.token_ranking`. Stored blocks may raise
-            `CorruptEntry` or `OSError` on access.
-        context: `hash_ids` of the chunks it was prefilled behind after the system prefix, in order; None if its base
-            says what was before it.
-        facts: numbers measured at prefill, by name; see `ingestion.capture`.
-        extras: names of additional blocks, `[n_tokens, 1]` float32; see `store.provenance.EXTRAS`.
+            int32, token indices by falling importance, see `ingestion.prefill`. Stored blocks may raise `CorruptEntry`
+            or `OSError` on access.
+        notes: what a method noted when it made the chunk, JSON by header field; nothing else reads it.
+        extras: names of additional blocks of a method, `[n_tokens, 1]` float32.
 
     Raises:
-        ValueError: if context, facts or extras are invalid.
+        ValueError: if a note or an extra block has a name that is taken, or a note is no JSON.
     """
 
     n_tokens: int
     n_layers: int
     dtype: torch.dtype
     numbers: str
-    probe_layers: tuple[int, ...]
     expires: float | None
     blocks: Blocks
-    context: Context | None = None
-    facts: Facts = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_provenance(self.context, self.facts, self.extras)
+        check_notes(self.notes, self.extras)
 
     @classmethod
     def of(
@@ -64,9 +69,7 @@ class ChunkKV:
         values: list[Tensor],
         ranking: Tensor,
         *,
-        probe_layers: tuple[int, ...] = (),
-        context: Context | None = None,
-        facts: Facts | None = None,
+        notes: Mapping[str, Any] | None = None,
         extras: Mapping[str, Tensor] | None = None,
     ) -> ChunkKV:
         """Build a chunk from its layers' tensors.
@@ -75,13 +78,11 @@ class ChunkKV:
             keys: per layer `[Hkv, n_tokens, D]`, unrotated, in the model's dtype.
             values: per layer `[Hkv, n_tokens, Dv]`.
             ranking: `[n_layers, n_tokens]` token indices by falling importance.
-            probe_layers: layers whose keys a probe reads first.
-            context: chunks it was prefilled behind.
-            facts: numbers measured at prefill.
+            notes: see `ChunkKV`.
             extras: additional blocks by name, `[n_tokens]` or `[n_tokens, 1]`.
 
         Raises:
-            ValueError: if context, facts or extras are invalid.
+            ValueError: if notes or extras are invalid.
         """
         tensors: dict[str, Tensor] = {RANKING: ranking.to(torch.int32).contiguous()}
         extra_blocks = extras or {}
@@ -92,7 +93,7 @@ class ChunkKV:
             tensors[f"value.{layer}"] = value.transpose(0, 1).contiguous()
         n_tokens, dtype = keys[0].shape[1], keys[0].dtype
         blocks, names = TensorBlocks(tensors), tuple(extra_blocks)
-        return cls(n_tokens, len(keys), dtype, LOSSLESS, probe_layers, None, blocks, context, facts or {}, names)
+        return cls(n_tokens, len(keys), dtype, LOSSLESS, None, blocks, notes or {}, names)
 
     def layer(self, index: int, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, each `[Hkv, stop - start, D]` in the model's dtype.
@@ -124,8 +125,8 @@ class ChunkKV:
         return replace(self, blocks=PreloadedBlocks(self.blocks, (RANKING, *self.extras)))
 
     def names(self) -> list[str]:
-        """Return the block names in the order they are stored and read: first those a probe needs, then by layer."""
-        return block_names(self.n_layers, self.numbers, self.probe_layers, self.extras)
+        """Return the block names in the order they are stored."""
+        return block_names(self.n_layers, self.numbers, self.extras)
 
     def layer_names(self, layer: int) -> list[str]:
         """Return the names of a layer's blocks."""
@@ -193,15 +194,40 @@ class ChunkKV:
         return block.transpose(0, 1)
 
 
-def block_names(n_layers: int, numbers: str, probe_layers: tuple[int, ...], extras: tuple[str, ...] = ()) -> list[str]:
+HEADER_FIELDS = frozenset(
+    ("key", "tokens", "layers", "dtype", "numbers", "probe_layers", "expires", "extras", "blocks", "version")
+)
+"""Header fields that a method must not write."""
+
+NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+
+
+def check_notes(notes: Mapping[str, Any], extras: Sequence[str]) -> None:
+    """Check the names of a method's header fields and blocks.
+
+    Raises:
+        ValueError: if a name is taken, too long or not of small letters, or a value is no JSON.
+    """
+    names = [*notes, *extras]
+    if not names:
+        return
+    if not all(type(name) is str and NAME.fullmatch(name) for name in names) or len(set(extras)) < len(extras):
+        raise ValueError("invalid names of notes or blocks: give each a name of its own, of small letters")
+    if HEADER_FIELDS & set(notes) or {RANKING, *KINDS} & set(extras):
+        raise ValueError(f"invalid names of notes or blocks: {', '.join(names)} are taken")
+    try:
+        json.dumps(dict(notes), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"invalid notes: {error}") from error
+
+
+def block_names(n_layers: int, numbers: str, extras: tuple[str, ...] = ()) -> list[str]:
     """Return the names of a chunk's blocks in the order they are stored."""
-    probed = [f"key.{layer}" for layer in probe_layers]
-    rest = [f"{kind}.{layer}" for layer in range(n_layers) for kind in KINDS]
-    ordered = list(dict.fromkeys([*probed, *rest]))
+    names = [f"{kind}.{layer}" for layer in range(n_layers) for kind in KINDS]
     side = side_block(numbers)
     if side is None:
-        return [RANKING, *extras, *ordered]
-    return [RANKING, *extras, *(block for name in ordered for block in (f"{name}.{side}", name))]
+        return [RANKING, *extras, *names]
+    return [RANKING, *extras, *(block for name in names for block in (f"{name}.{side}", name))]
 
 
 def to_format(chunk: ChunkKV, numbers: str) -> ChunkKV:

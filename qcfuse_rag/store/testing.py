@@ -37,16 +37,16 @@ def example_chunk(number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = to
     keys = [torch.randn(2, n_tokens, 8, generator=generator).to(dtype) for _ in range(3)]
     values = [torch.randn(2, n_tokens, 4, generator=generator).to(dtype) for _ in range(3)]
     ranking = torch.stack([torch.randperm(n_tokens, generator=generator) for _ in range(3)])
-    return ChunkKV.of(keys, values, ranking, probe_layers=(1,))
+    return ChunkKV.of(keys, values, ranking)
 
 
 def example_patch(number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = torch.float32) -> ChunkKV:
-    """Return a chunk in low rank with a provenance: context, facts and an additional block."""
+    """Return a chunk in low rank with notes and an additional block of a method."""
     plain = example_chunk(number, n_tokens=n_tokens, dtype=dtype)
     tensors = {name: plain.blocks[name] for name in plain.names()}
     tensors["inter"] = torch.linspace(0.0, 1.0, n_tokens)[:, None]
-    context, facts = (hash_ids([8]), hash_ids([number])), {"cci": (0.625,), "inter": (1.5, 0.1)}
-    chunk = replace(plain, context=context, facts=facts, extras=("inter",), blocks=TensorBlocks(tensors))
+    notes = {"context": [hash_ids([8]), hash_ids([number])], "facts": {"cci": [0.625], "inter": [1.5, 0.1]}}
+    chunk = replace(plain, notes=notes, extras=("inter",), blocks=TensorBlocks(tensors))
     return to_format(chunk, "rank4")
 
 
@@ -55,8 +55,7 @@ def assert_same(chunk: ChunkKV | Miss, expected: ChunkKV) -> None:
     assert isinstance(chunk, ChunkKV), f"expected a chunk, got {chunk}"
     assert (chunk.n_tokens, chunk.n_layers) == (expected.n_tokens, expected.n_layers)
     assert (chunk.dtype, chunk.numbers) == (expected.dtype, expected.numbers)
-    assert chunk.probe_layers == expected.probe_layers
-    assert (chunk.context, dict(chunk.facts), chunk.extras) == (expected.context, expected.facts, expected.extras)
+    assert (dict(chunk.notes), chunk.extras) == (expected.notes, expected.extras)
     assert chunk.names() == expected.names()
     for name in expected.names():
         block, other = chunk.blocks[name].cpu(), expected.blocks[name]
@@ -104,8 +103,8 @@ class KVStoreTests:
             store.put(example_key(number), quantized)
             assert_same(store.get(example_key(number)), quantized)
 
-    def test_the_provenance_of_a_chunk_comes_back(self, store: KVStore) -> None:
-        """Context, facts, additional blocks and the low-rank format, by key and by address."""
+    def test_the_notes_of_a_chunk_come_back(self, store: KVStore) -> None:
+        """With additional blocks and the low-rank format, by key and by address."""
         for number, dtype in enumerate(DTYPES):
             patch = example_patch(number, n_tokens=150, dtype=dtype).with_expiry(4e9)
             store.put(example_key(number), patch)

@@ -21,7 +21,7 @@ from qcfuse_rag.bundled import corpus
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.ingestion.neighbours import nearest_chunks, token_vectors
+from qcfuse_rag.ingestion.similarity import nearest_chunks, token_vectors
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.language_model import LanguageModel

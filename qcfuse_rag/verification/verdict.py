@@ -11,7 +11,7 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.probes import QuestionProbe
+from qcfuse_rag.fusion.probes import ReadsFolder
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.residuals import ResidualKernel
@@ -198,18 +198,15 @@ class Verdict:
 
 
 def method_digest(lm: LanguageModel, store: KVStore, method: Method) -> str:
-    """Return a digest of everything that a verdict depends on: parts, critical layers, quantization.
+    """Return a digest of everything that a verdict depends on: parts, what a probe reads in the folder, quantization.
 
-    A method's parts are frozen dataclasses, so their `repr` contains everything but the critical layers; these depend
-    on the model's layer profile. The quantization is the store's. The guard does not count, since `verify` ignores it,
+    A method's parts are frozen dataclasses, so their `repr` contains everything else. The quantization is the store's. The guard does not count, since `verify` ignores it,
     nor does the ratio of a `VerifiedRatio`, since the verdict chooses it.
     """
     if isinstance(method.budget, VerifiedRatio):
         method = replace(method, budget=VerifiedRatio(0.0))
-    probe = method.probe
-    ignores_profile = probe is None or (isinstance(probe, QuestionProbe) and probe.layers != "critical")
-    layers = () if ignores_profile else lm.critical_layers
-    return digest(f"{method.unguarded!r} {layers} {store.numbers}".encode())
+    found = method.probe.found(lm, store.folder) if isinstance(method.probe, ReadsFolder) else ()
+    return digest(f"{method.unguarded!r} {found} {store.numbers}".encode())
 
 
 def verdict_path(folder: Path, fingerprint: str, method: str) -> Path:

@@ -15,10 +15,12 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from benchmarks.profile import measure as proxy
+from benchmarks.profile.layer_profile import LayerProfile as Profile
 from benchmarks.profile.measure import (
     answer_log_probability,
     answer_positions,
     attention_by_layer,
+    choose_layers,
     decisive_positions,
     profile_layers,
     recall_by_layer,
@@ -27,10 +29,7 @@ from benchmarks.questions import demo_samples, read_samples
 from benchmarks.samples import Sample, find_answers
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method, open_store
 from qcfuse_rag.errors import ProfileError
-from qcfuse_rag.ingestion.prefill import prefill_chunk
-from qcfuse_rag.runtime.language_model import default_critical_layers
-from qcfuse_rag.runtime.layer_profile import PROFILE_FILE, choose_layers, find_profile
-from qcfuse_rag.runtime.layer_profile import LayerProfile as Profile
+from qcfuse_rag.methods.qcfuse.layers import PROFILE_FILE, critical_layers, layers_by_depth
 from qcfuse_rag.store.prefill_base import BLIND
 from tests.support import references
 from tests.support.cli import Run
@@ -316,16 +315,14 @@ def test_a_damaged_profile_says_what_is_wrong(
 
 
 @pytest.mark.parametrize("content", [b"", b'{"format": "qcfuse-pro', b"[]", b"\xff\xfe", b"[" * 100_000])
-def test_a_file_that_is_no_profile_is_refused_when_named_and_ignored_beside_a_store(
-    llama: LanguageModel, tmp_path: Path, content: bytes
+def test_a_file_that_is_no_profile_is_ignored_beside_a_store(
+    llama: LanguageModel, tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / PROFILE_FILE).write_bytes(content)
     with pytest.raises(ProfileError, match="cannot read the profile"):
-        find_profile(llama, tmp_path / PROFILE_FILE, None)
-    found = find_profile(llama, None, tmp_path)
-    assert found.profile is None
-    assert "cannot read the profile" in str(found.ignored)
-    assert found.applied(llama) is llama
+        Profile.load(tmp_path / PROFILE_FILE)
+    assert critical_layers(llama, tmp_path) == layers_by_depth(4)
+    assert "is not used: " in caplog.text
 
 
 def test_a_profile_that_lacks_something_says_what(llama: LanguageModel, tmp_path: Path) -> None:
@@ -359,51 +356,36 @@ def test_a_profile_beside_the_store_chooses_what_qcfuse_recomputes(
         ).report.selected
 
     with load(model_folder, tmp_path) as engine:
-        assert (engine.profile, engine.profile_ignored) == (None, None)
-        assert engine.lm.critical_layers == default_critical_layers(4) == (1, 2, 3)
+        assert critical_layers(engine.lm, tmp_path) == layers_by_depth(4) == (1, 2, 3)
         by_depth, wanted = selected(engine), selected(engine, layers=(0,))
         assert by_depth != wanted, "other layers must choose otherwise here"
-    profile = profile_of(lm, (0,))
-    profile.save(tmp_path / PROFILE_FILE)
+    profile_of(lm, (0,)).save(tmp_path / PROFILE_FILE)
     with load(model_folder, tmp_path) as engine:
-        assert (engine.profile, engine.profile_ignored) == (profile, None)
         assert selected(engine) == wanted
         assert selected(engine, layers=(1, 2, 3)) == by_depth, "layers that are named win"
     with open_store(tmp_path) as store:
-        assert load(model_folder, store).profile == profile, "an open store has a folder too"
-    assert load(model_folder, None).profile is None
-    assert selected(load(model_folder, None, profile=tmp_path / PROFILE_FILE)) == wanted
+        assert selected(load(model_folder, store)) == wanted, "an open store has a folder too"
+    assert selected(load(model_folder, None)) == by_depth
 
 
-def test_the_keys_of_profiled_layers_come_first_in_what_is_stored(lm: LanguageModel) -> None:
-    profiled = replace(lm, critical_layers=(0, 3))
-    chunk = prefill_chunk(profiled, (5, 6, 7))
-    assert chunk.names()[:4] == ["ranking", "key.0", "key.3", "value.0"]
-
-
-def test_a_profile_of_another_model_is_ignored_beside_a_store_and_refused_when_named(
-    llama: LanguageModel, model_folder: str, tmp_path: Path
+def test_a_profile_of_another_model_is_ignored_beside_a_store(
+    llama: LanguageModel, lm: LanguageModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     profile_of(llama, (0,)).save(tmp_path / PROFILE_FILE)
-    with load(model_folder, tmp_path) as engine:
-        assert engine.profile is None
-        assert engine.lm.critical_layers == (1, 2, 3)
-        reason = str(engine.profile_ignored)
+    assert critical_layers(lm, tmp_path) == (1, 2, 3)
     assert (
         "is not used: it is of another model (llama): config differ; make it again with `python -m benchmarks profile`"
-        in reason
+        in caplog.text
     )
-    with pytest.raises(ProfileError, match=r"is not of this model: it is of another model \(llama\): config differ"):
-        load(model_folder, None, profile=tmp_path / PROFILE_FILE)
-    with pytest.raises(ProfileError, match=r"no profile at .*; `python -m benchmarks profile --out .*` makes one"):
-        load(model_folder, None, profile=tmp_path / "nowhere.json")
 
 
-def test_a_profile_edited_to_have_more_layers_than_the_model_is_not_of_it(lm: LanguageModel) -> None:
+def test_a_profile_edited_to_have_more_layers_than_the_model_is_not_of_it(
+    lm: LanguageModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     profile = profile_of(lm, (0,))
-    assert replace(profile, recall=(*profile.recall, 0.5), layers=(4,)).mismatch(lm) == (
-        "it has 5 layers and the model 4"
-    )
+    replace(profile, recall=(*profile.recall, 0.5), layers=(4,)).save(tmp_path / PROFILE_FILE)
+    assert critical_layers(lm, tmp_path) == (1, 2, 3)
+    assert "it has 5 layers and the model 4" in caplog.text
 
 
 # The command

@@ -18,8 +18,9 @@ from benchmarks.quality.summary import NEARNESS, mean_interval, summarize
 from benchmarks.quality.tables import draw, row
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError, UnknownMethod
-from qcfuse_rag.ingestion.neighbours import covering_groups
-from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
+from qcfuse_rag.methods.captures.job import covering_groups
+from qcfuse_rag.methods.fusionrag import ENRICHED
+from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.verification.cases import NOISE, TASKS, generate, string_match
 from tests.support import seams
 from tests.support.passages import PASSAGES

@@ -15,6 +15,7 @@ from qcfuse_rag import DiskStore
 from qcfuse_rag.library.folder import KV_FOLDER
 from qcfuse_rag.library.index import PassageIndex
 from qcfuse_rag.library.jobs import RECORD_NAME, job_lock
+from qcfuse_rag.methods.captures.slots import context_of
 from tests.support.cli import Run
 from tests.support.engines import METHOD_OPTIONS
 from tests.support.passages import PASSAGES
@@ -393,7 +394,7 @@ def test_documents_with_a_tag_shape_only_what_their_readers_read(
     with DiskStore(store / KV_FOLDER) as kept:
         opened = [kept.open(entry.address) for entry in kept.entries()]
     kept_entries = [entry for entry in opened if isinstance(entry, tuple)]
-    enriched = {key.ids: chunk.context for key, chunk in kept_entries if key.base == "enriched"}
+    enriched = {key.ids: context_of(chunk) for key, chunk in kept_entries if key.base == "enriched"}
     met = [context for context in enriched.values() if context]
     assert len(enriched) == 4
     assert len(met) == 4, "each has met the documents all may read"

@@ -24,16 +24,19 @@ from qcfuse_rag import (
     make_method,
     open_store,
 )
-from qcfuse_rag.ingestion.capture import capture_chunks
 from qcfuse_rag.library.folder import KV_FOLDER
-from qcfuse_rag.methods import choose_method, default_method
-from qcfuse_rag.methods.relaycaching import GENERATED
+from qcfuse_rag.methods import all_bases, choose_method, default_method, find_base
+from qcfuse_rag.methods.captures.job import capture, capture_chunks
+from qcfuse_rag.methods.captures.slots import context_of, slot_key
+from qcfuse_rag.methods.epic import BEGUN
+from qcfuse_rag.methods.fusionrag import ENRICHED
+from qcfuse_rag.methods.qcfuse.anchors import ranked
+from qcfuse_rag.methods.relaycaching import GENERATED, store_answer
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
-from qcfuse_rag.store.variant_slots import slot_key
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED, Base
 from tests.support import seams
 from tests.support.cli import Run
 from tests.support.engines import make_engine
@@ -46,6 +49,7 @@ OTHER = (
     "all winter, and a green hull is repainted every spring by the harbour school."
 )
 THIRD = "Nobody rows to the island in winter, since the harbour freezes."
+ALL_BASES = {name: find_base(name) for name in all_bases()}
 SAFE_BASES = (BLIND, FRAMED, PRIMED, BEGUN)
 CARRYING_METHODS = {"fusionrag", "cachecraft", "kamera", "kvcomm", "relaycaching"}
 ALL_KINDS = ("variant", "difference", "patch")
@@ -71,7 +75,7 @@ def store_victim_as_answer() -> Answer:
         with pytest.MonkeyPatch.context() as patch:
             seams.sampler(patch, lambda params, lm: lambda *_: next(tokens))
             stream = engine.stream(prompt, SamplingParams(max_new_tokens=200), method=make_method("full"))
-            stored = engine.corpus.put_generated(stream)
+            stored = store_answer(engine.corpus.entry_writer(), stream)
         assert stored.reason is None
 
     return answer
@@ -113,12 +117,12 @@ def warm_with_attacker(engine: FusionEngine, bases: tuple[Base, ...]) -> None:
 
 def test_every_base_is_in_one_of_the_two_lists() -> None:
     """A new base has to be put into one of them, and is then tested."""
-    assert set(BASES.values()) == {*SAFE_BASES, ENRICHED}
+    assert set(ALL_BASES.values()) == {*SAFE_BASES, ENRICHED}
     assert set(METHODS) >= CARRYING_METHODS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+@pytest.mark.parametrize("base", ALL_BASES.values(), ids=ALL_BASES)
 def test_only_enriched_caches_differ_where_an_attackers_document_was_there(lm: LanguageModel, base: Base) -> None:
     clean, attacked = make_engine(lm, MemoryStore()), make_engine(lm, MemoryStore())
     warm_without_attacker(clean, (base,))
@@ -128,17 +132,17 @@ def test_only_enriched_caches_differ_where_an_attackers_document_was_there(lm: L
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranking", ["kvzip", "knorm", "sinks"])
-@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+@pytest.mark.parametrize("base", ALL_BASES.values(), ids=ALL_BASES)
 def test_rankings_carry_no_more_than_their_base(llama: LanguageModel, base: Base, ranking: str) -> None:
     clean, attacked = make_engine(llama, MemoryStore()), make_engine(llama, MemoryStore())
-    ranked = base.ranked(ranking)  # type: ignore[arg-type]
-    warm_without_attacker(clean, (ranked,))
-    warm_with_attacker(attacked, (ranked,))
-    assert same(victim_under(clean, ranked), victim_under(attacked, ranked)) == (base in SAFE_BASES)
+    under = ranked(base, ranking)  # type: ignore[arg-type]
+    warm_without_attacker(clean, (under,))
+    warm_with_attacker(attacked, (under,))
+    assert same(victim_under(clean, under), victim_under(attacked, under)) == (base in SAFE_BASES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+@pytest.mark.parametrize("base", ALL_BASES.values(), ids=ALL_BASES)
 def test_in_one_pass_only_the_length_of_other_texts_matters(lm: LanguageModel, base: Base) -> None:
     """The shape of a pass changes last bits. What the other passages say does not, unless they are neighbours."""
     engines = [make_engine(lm, MemoryStore()) for _ in range(2)]
@@ -159,14 +163,14 @@ def test_an_attacker_gets_in_front_of_an_enriched_passage_by_words_alone(llama: 
     vectors = np.array([[1, 0], [0, 1], [1, 0.1]], np.float32) if chosen_by == "vectors" else None
     retrievals = [[0, 2]] if chosen_by == "past retrievals" else []
     engine.warm(texts, sources=["v", "o", "a"], bases=(ENRICHED,), vectors=vectors, retrievals=retrievals)
-    assert hash_ids(engine.prompts.chunk_ids(texts[2])) in (victim_under(engine, ENRICHED).context or ())
+    assert hash_ids(engine.prompts.chunk_ids(texts[2])) in (context_of(victim_under(engine, ENRICHED)) or ())
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_captured_caches_carry_what_stood_before_them(lm: LanguageModel, kind: str) -> None:
     clean, attacked = make_engine(lm, MemoryStore()), make_engine(lm, MemoryStore())
-    clean.corpus.capture([[OTHER, VICTIM]], keep=(kind,))
-    attacked.corpus.capture([[ATTACK, OTHER, VICTIM]], keep=(kind,))
+    capture(clean.corpus.entry_writer(), [[OTHER, VICTIM]], keep=(kind,))
+    capture(attacked.corpus.entry_writer(), [[ATTACK, OTHER, VICTIM]], keep=(kind,))
     assert not same(slot(clean, kind), slot(attacked, kind))
 
 
@@ -195,14 +199,14 @@ def worlds(lm: LanguageModel, store_victim_as_answer: Answer) -> tuple[FusionEng
     Nobody changes their stores.
     """
     clean, attacked = make_engine(lm, MemoryStore()), make_engine(lm, MemoryStore())
-    bases = tuple(BASES.values()) + tuple(
-        base for name in METHODS for base in make_method(name).bases if base not in BASES.values()
+    bases = tuple(ALL_BASES.values()) + tuple(
+        base for name in METHODS for base in make_method(name).bases if base not in ALL_BASES.values()
     )
     warm_without_attacker(clean, bases)
     warm_with_attacker(attacked, bases)
-    attacked.corpus.capture([[OTHER, ATTACK, VICTIM]], keep=ALL_KINDS)
+    capture(attacked.corpus.entry_writer(), [[OTHER, ATTACK, VICTIM]], keep=ALL_KINDS)
     store_victim_as_answer(attacked, attacked.prompt(QUESTION, [OTHER, ATTACK]))
-    clean.corpus.capture([[OTHER, VICTIM]], keep=ALL_KINDS)
+    capture(clean.corpus.entry_writer(), [[OTHER, VICTIM]], keep=ALL_KINDS)
     store_victim_as_answer(clean, clean.prompt(QUESTION, [OTHER]))
     return clean, attacked
 
@@ -298,11 +302,11 @@ def test_another_tenants_documents_never_stand_before_ones_own(
     theirs = make_engine(llama, TenantStore(shared, name, SECRET))
     alone = make_engine(llama, MemoryStore())
     warm_with_attacker(theirs, (*SAFE_BASES, ENRICHED))
-    theirs.corpus.capture([[OTHER, ATTACK, VICTIM]], keep=ALL_KINDS)
+    capture(theirs.corpus.entry_writer(), [[OTHER, ATTACK, VICTIM]], keep=ALL_KINDS)
     store_victim_as_answer(theirs, theirs.prompt(QUESTION, [OTHER, ATTACK]))
     for engine in (own, alone):
         engine.warm([VICTIM, OTHER], sources=["v", "o"], bases=(*SAFE_BASES, ENRICHED), batch_tokens=1)
-        engine.corpus.capture([[THIRD, VICTIM]], keep=ALL_KINDS)
+        capture(engine.corpus.entry_writer(), [[THIRD, VICTIM]], keep=ALL_KINDS)
     methods = [make_method(name) for name in sorted(CARRYING_METHODS)]
     clean = [torch.equal(logits_of(own, method), logits_of(alone, method)) for method in methods]
     assert clean == [attacker == "another tenant"] * len(methods)
@@ -323,7 +327,7 @@ def test_documents_with_different_tags_never_stand_before_one_another(llama: Lan
         )
         warm_without_attacker(alone, (ENRICHED,))
         assert same(victim_under(engine, ENRICHED), victim_under(alone, ENRICHED)) == separate
-        captured = engine.corpus.capture([[ATTACK, VICTIM]]).captured
+        captured = capture(engine.corpus.entry_writer(), [[ATTACK, VICTIM]]).captured
         assert captured == (0 if separate else 1)
 
 
@@ -349,4 +353,4 @@ def enriched_contexts(run: Run, documents: Path, options: tuple[object, ...], te
     with open_store(Path(str(options[1])) / KV_FOLDER, tenant=tenant) as store:
         opened = [store.open(entry.address) for entry in store.entries()]
     chunks = [found[1] for found in opened if isinstance(found, tuple) and found[0].base == ENRICHED.name]
-    return sorted(len(chunk.context or ()) for chunk in chunks)[:2]
+    return sorted(len(context_of(chunk) or ()) for chunk in chunks)[:2]

@@ -17,10 +17,15 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Method, SamplingParams, make_method
+from qcfuse_rag.methods.captures.job import capture
+from qcfuse_rag.methods.captures.slots import context_of, fact
+from qcfuse_rag.methods.epic import BEGUN
+from qcfuse_rag.methods.fusionrag import ENRICHED
+from qcfuse_rag.methods.relaycaching import store_answer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.documents.manifest import manifest_damage
 from qcfuse_rag.store.maintenance import fsck
-from qcfuse_rag.store.prefill_base import BEGUN, BLIND, ENRICHED, FRAMED, PRIMED
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED
 from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.fixed_model import fixed_model, fixed_tokenizer
@@ -67,13 +72,13 @@ def new_engine(lm: LanguageModel) -> FusionEngine:
     """Return an engine over a store that this version warmed the same way."""
     engine = make_engine(lm, MemoryStore())
     engine.warm(PASSAGES, sources=SOURCES, bases=BASES, neighbours=NEIGHBOURS)
-    engine.corpus.capture([PASSAGES], keep=KINDS)
+    capture(engine.corpus.entry_writer(), [PASSAGES], keep=KINDS)
     tokens = iter([*lm.tokenizer(ANSWER, add_special_tokens=False)["input_ids"], lm.tokenizer.eos_token_id])
     with pytest.MonkeyPatch.context() as patch:
         seams.sampler(patch, lambda params, lm: lambda *_: next(tokens))
         prompt = engine.prompt(QUESTION, PASSAGES)
         stream = engine.stream(prompt, SamplingParams(max_new_tokens=100), method=make_method("full"))
-        assert engine.corpus.put_generated(stream).reason is None
+        assert store_answer(engine.corpus.entry_writer(), stream).reason is None
     return engine
 
 
@@ -106,14 +111,15 @@ def test_every_entry_is_the_one_that_would_be_written_today(old_engine: FusionEn
     for address in entries:
         found = [engine.store.open(address) for engine in (old_engine, new_engine)]
         [(_, old), (_, new)] = found  # type: ignore[misc]
-        assert (old.context, old.extras, set(old.names())) == (new.context, new.extras, set(new.names()))
-        assert {name: pytest.approx(numbers, abs=1e-5) for name, numbers in old.facts.items()} == new.facts
+        assert (context_of(old), old.extras, set(old.names())) == (context_of(new), new.extras, set(new.names()))
+        for name in ("cci", "inter", "turn", "decoded"):
+            assert fact(old, name) == pytest.approx(fact(new, name), abs=1e-5)
         assert isinstance(old, ChunkKV)
         for layer in range(old.n_layers):
             for ours, theirs in zip(old.layer(layer), new.layer(layer), strict=True):
                 assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     assert old_engine.warm(PASSAGES, sources=SOURCES, bases=BASES, neighbours=NEIGHBOURS).warmed == 0
-    assert old_engine.corpus.capture([PASSAGES], keep=KINDS).captured == 0
+    assert capture(old_engine.corpus.entry_writer(), [PASSAGES], keep=KINDS).captured == 0
 
 
 def test_its_manifest_is_read(old_engine: FusionEngine, tmp_path: Path) -> None:

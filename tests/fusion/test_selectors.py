@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag.fusion.selectors import split_budget
+from qcfuse_rag.methods.common import split_budget
 
 PARTS = st.lists(st.tuples(st.floats(0.01, 100.0), st.integers(0, 50)), min_size=1, max_size=8)
 

@@ -11,7 +11,10 @@ import torch
 
 from qcfuse_rag import METHODS, FusionEngine, LanguageModel, MemoryStore, Method, Prompt, make_method
 from qcfuse_rag.fusion.selectors import SelectNone
-from qcfuse_rag.store.prefill_base import BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
+from qcfuse_rag.methods.captures.job import capture
+from qcfuse_rag.methods.epic import BEGUN
+from qcfuse_rag.methods.fusionrag import ENRICHED
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED, Base
 from tests.support import references
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
@@ -38,7 +41,11 @@ def warm_all_kinds(family: LanguageModel) -> FusionEngine:
     """Return an engine over caches of every kind."""
     engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND, FRAMED, PRIMED, BEGUN, ENRICHED))
-    engine.corpus.capture([PASSAGES, [PASSAGES[2], PASSAGES[0], PASSAGES[1]]], keep=("variant", "difference", "patch"))
+    capture(
+        engine.corpus.entry_writer(),
+        [PASSAGES, [PASSAGES[2], PASSAGES[0], PASSAGES[1]]],
+        keep=("variant", "difference", "patch"),
+    )
     return engine
 
 

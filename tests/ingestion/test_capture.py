@@ -10,9 +10,10 @@ from torch import Tensor
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt
 from qcfuse_rag.errors import PromptTooLong
-from qcfuse_rag.ingestion import chunk_attention as statistics
-from qcfuse_rag.ingestion.capture import capture_chunks
 from qcfuse_rag.ingestion.prefill import prefill_chunk
+from qcfuse_rag.methods.captures import attention as statistics
+from qcfuse_rag.methods.captures.job import capture_chunks
+from qcfuse_rag.methods.captures.slots import context_of, fact
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
@@ -88,8 +89,8 @@ def test_statistics_are_those_of_the_models_own_attention(family: LanguageModel)
     spans = [range(span.start, span.stop) for span in prompt.chunks]
     expected = statistics_by_hand(eager_attention(family, prompt.ids), spans)
     for chunk, (impact, inter, tokens) in zip(capture(family, prompt), expected, strict=True):
-        assert chunk.facts["cci"] == pytest.approx((impact,), abs=1e-5)
-        assert chunk.facts["inter"] == pytest.approx(inter, rel=1e-3, abs=1e-4)
+        assert fact(chunk, "cci") == pytest.approx((impact,), abs=1e-5)
+        assert fact(chunk, "inter") == pytest.approx(inter, rel=1e-3, abs=1e-4)
         assert chunk.blocks["inter"][:, 0].tolist() == pytest.approx(tokens, rel=1e-3, abs=1e-5)
         assert 0.5 <= impact < 1.0
 
@@ -100,14 +101,14 @@ def test_statistics_are_the_same_made_a_few_rows_at_a_time(
     at_once = capture(llama, prompt)
     monkeypatch.setattr(statistics, "MAX_SCORE_BYTES", 4 * 4 * len(prompt) * 7)
     for whole, blockwise in zip(at_once, capture(llama, prompt), strict=True):
-        assert whole.facts["inter"] == pytest.approx(blockwise.facts["inter"], rel=1e-5)
-        assert whole.facts["cci"] == pytest.approx(blockwise.facts["cci"], rel=1e-6)
+        assert fact(whole, "inter") == pytest.approx(fact(blockwise, "inter"), rel=1e-5)
+        assert fact(whole, "cci") == pytest.approx(fact(blockwise, "cci"), rel=1e-6)
         assert torch.allclose(whole.blocks["inter"], blockwise.blocks["inter"], atol=1e-6)
 
 
 def test_a_captured_passage_has_its_context(llama: LanguageModel, prompt: Prompt) -> None:
     hashes = [hash_ids(span.segment.ids) for span in prompt.chunks]
-    assert [chunk.context for chunk in capture(llama, prompt)] == [(hashes[0],), (hashes[0], hashes[1])]
+    assert [context_of(chunk) for chunk in capture(llama, prompt)] == [(hashes[0],), (hashes[0], hashes[1])]
 
 
 def test_neither_question_nor_conversation_changes_what_is_captured(engine: FusionEngine, llama: LanguageModel) -> None:

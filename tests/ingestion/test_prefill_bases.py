@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, choose_method, make_method
-from qcfuse_rag.ingestion.enrichment import fit_neighbours
-from qcfuse_rag.ingestion.neighbours import covering_groups, nearest_chunks, retrieved_together, token_vectors
-from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
-from qcfuse_rag.ingestion.target import PrefillTarget
-from qcfuse_rag.ingestion.token_ranking import instruction_ids
-from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.ingestion.prefill import instruction_ids, prefill_chunk, prefill_chunks
+from qcfuse_rag.ingestion.similarity import nearest_chunks, token_vectors
+from qcfuse_rag.methods import find_base
+from qcfuse_rag.methods.captures.job import covering_groups
+from qcfuse_rag.methods.epic import BEGUN
+from qcfuse_rag.methods.fusionrag import ENRICHED, fit_neighbours, retrieved_together
+from qcfuse_rag.methods.qcfuse.anchors import Ranking, ranked
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.prefill_base import BEGUN, BLIND, ENRICHED, FRAMED, Base, Ranking
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED, Base
 from qcfuse_rag.verification.exactness import stock_attention
 from tests.methods.test_methods import attention_of_question, best
 from tests.support import references, seams
@@ -110,9 +111,7 @@ def test_enriched_chunks_are_never_taken_for_exact(engine: FusionEngine) -> None
 
 def test_enriched_warming_without_neighbours_finds_its_own_or_says_what_it_needs(engine: FusionEngine) -> None:
     assert engine.warm(PASSAGES, bases=(ENRICHED,)).warmed == 2 * len(PASSAGES)
-    with pytest.raises(ValueError, match="an enriched base needs the neighbours of all 3 chunks, got those of 0"):
-        WarmJob(PrefillTarget(engine.lm, engine.store, (1,)), [(5, 6), (7, 8), (9,)], bases=(ENRICHED,))
-    with pytest.raises(ValueError, match="got those of 1"):
+    with pytest.raises(ValueError, match="an enriched base needs the neighbours of all 3 chunks, got those of 1"):
         engine.corpus.warm_job([(5, 6), (7, 8), (9,)], bases=(ENRICHED,), neighbours=[[1]])
 
 
@@ -152,7 +151,7 @@ def test_chunks_with_prefixes_of_the_same_length_are_enriched_together(
     assert sum(batches[5:]) == 5
     for text in texts:
         ours, theirs = (stored(engine, ENRICHED, text) for engine in (together, alone))
-        assert ours.context == theirs.context
+        assert ours.notes == theirs.notes
         for layer in range(llama.n_layers):
             pairs = zip(ours.layer(layer), theirs.layer(layer), strict=True)
             assert all(float((a - b).abs().max()) <= TOLERANCE for a, b in pairs)
@@ -228,7 +227,7 @@ def strongest_attention(lm: LanguageModel, ids: tuple[int, ...], query: tuple[in
 
 @pytest.mark.parametrize("ranking", ["instruction", "kvzip"])
 def test_tokens_are_ranked_by_the_strongest_attention(engine: FusionEngine, ranking: Ranking) -> None:
-    base = BLIND.ranked(ranking)
+    base = ranked(BLIND, ranking)
     engine.warm(PASSAGES, bases=(base,))
     ids, instruction = engine.prompts.chunk_ids(PASSAGES[1]), instruction_ids(engine.lm.tokenizer)
     strongest = strongest_attention(engine.lm, ids, instruction + ids if ranking == "kvzip" else instruction)
@@ -239,24 +238,24 @@ def test_tokens_are_ranked_by_the_strongest_attention(engine: FusionEngine, rank
 
 def test_tokens_are_ranked_by_small_keys_or_by_position(engine: FusionEngine) -> None:
     for ranking in ("knorm", "sinks"):
-        engine.warm(PASSAGES, bases=(BLIND.ranked(ranking),))  # type: ignore[arg-type]
-    by_norm = stored(engine, BLIND.ranked("knorm"), PASSAGES[0])
+        engine.warm(PASSAGES, bases=(ranked(BLIND, ranking),))  # type: ignore[arg-type]
+    by_norm = stored(engine, ranked(BLIND, "knorm"), PASSAGES[0])
     for layer in range(engine.lm.n_layers):
         norms = by_norm.layer(layer)[0].norm(dim=-1).mean(0)
         expected = sorted(range(4, by_norm.n_tokens), key=lambda token: float(norms[token]))
         assert by_norm.blocks["ranking"][layer].tolist() == [0, 1, 2, 3, *expected]
-    in_order = stored(engine, BLIND.ranked("sinks"), PASSAGES[0]).blocks["ranking"]
+    in_order = stored(engine, ranked(BLIND, "sinks"), PASSAGES[0]).blocks["ranking"]
     assert in_order.tolist() == [list(range(in_order.shape[1]))] * engine.lm.n_layers
 
 
 def test_a_ranking_is_part_of_the_key(engine: FusionEngine) -> None:
     """Chunks with different rankings are different entries with the same keys and values."""
-    engine.warm(PASSAGES, bases=(BLIND, BLIND.ranked("kvzip")))
+    engine.warm(PASSAGES, bases=(BLIND, ranked(BLIND, "kvzip")))
     assert engine.store.stats()[0].entries == 2 * len(PASSAGES) + 1
-    default, kvzip = stored(engine, BLIND, PASSAGES[0]), stored(engine, BLIND.ranked("kvzip"), PASSAGES[0])
+    default, kvzip = stored(engine, BLIND, PASSAGES[0]), stored(engine, ranked(BLIND, "kvzip"), PASSAGES[0])
     assert float((default.layer(2)[0] - kvzip.layer(2)[0]).abs().max()) <= TOLERANCE
-    assert make_method("qcfuse", anchors="kvzip").base == BLIND.ranked("kvzip")
-    assert BLIND.ranked("kvzip").ranked("instruction") == BLIND
+    assert make_method("qcfuse", anchors="kvzip").base == ranked(BLIND, "kvzip")
+    assert find_base("blind+kvzip") == ranked(BLIND, "kvzip")
     prompt = engine.prompt(QUESTION, PASSAGES)
     selected = {
         kind: engine.prefill(prompt, method=make_method("qcfuse", ratio=0.2, anchors=kind)).report.selected

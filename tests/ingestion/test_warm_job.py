@@ -20,15 +20,17 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.errors import CorruptEntry, StoreError
-from qcfuse_rag.ingestion.batch_plan import batches_by_length, plan_batches
-from qcfuse_rag.ingestion.prefill import prefill_chunk
+from qcfuse_rag.ingestion.batches import batches_by_length, plan_batches
+from qcfuse_rag.ingestion.prefill import instruction_ids, prefill_chunk
 from qcfuse_rag.ingestion.target import PendingChunk, PrefillTarget
-from qcfuse_rag.ingestion.token_ranking import instruction_ids
 from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.methods.captures.job import capture
+from qcfuse_rag.methods.captures.slots import context_of
+from qcfuse_rag.methods.fusionrag import ENRICHED
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.header import entry_bytes
 from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import BLIND, ENRICHED, FRAMED, PRIMED
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED
 from tests.support import seams
 from tests.support.engines import METHOD, make_engine
 from tests.support.passages import PASSAGES
@@ -305,8 +307,8 @@ def test_neighbours_are_chosen_by_the_vectors(engine: FusionEngine) -> None:
     ids = ids_of(engine, MANY[:4])
     chunk = engine.store.get(engine.corpus.keys(ids[0], [ENRICHED])[0])
     assert isinstance(chunk, ChunkKV)
-    assert chunk.context is not None
-    assert chunk.context[0] == hash_ids(ids[2])
+    assert context_of(chunk) is not None
+    assert context_of(chunk)[0] == hash_ids(ids[2])
 
 
 def test_a_part_of_the_corpus_does_not_make_enriched_passages_stale(engine: FusionEngine) -> None:
@@ -328,7 +330,7 @@ def test_bytes_are_counted_in_the_stores_format(llama: LanguageModel, numbers: s
     stored = {entry.address: entry.size_bytes for entry in engine.store.entries()}
     assert summary.size_bytes == sum(stored[key.address] for key in keys)
     before = sum(stored.values())
-    captured = engine.corpus.capture([PASSAGES])
+    captured = capture(engine.corpus.entry_writer(), [PASSAGES])
     assert captured.size_bytes == engine.store.stats()[0].size_bytes - before
 
 

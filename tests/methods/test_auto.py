@@ -191,7 +191,7 @@ def test_normalized_layers_weigh_the_same(warmed: FusionEngine) -> None:
 def test_an_invalid_probe_is_refused() -> None:
     with pytest.raises(ValueError, match="rows must be 'question' or 'suffix'"):
         QuestionProbe(rows="answer")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="layers must be one of critical, all, upper, third_quarter, last, or indices"):
+    with pytest.raises(ValueError, match="layers must be one of all, upper, third_quarter, last, or indices"):
         QuestionProbe(layers="lower")  # type: ignore[arg-type]
     for layers in (5, None, (), (-1, 2)):
         with pytest.raises(ValueError, match="or indices from 0"):

@@ -11,14 +11,15 @@ import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
 from qcfuse_rag.fusion.report import FusionReport, Lookup
-from qcfuse_rag.fusion.selectors import TopPerChunk
-from qcfuse_rag.ingestion.chunk_attention import expected_overhead, prefix_overlap, worth_by_savings
 from qcfuse_rag.methods.cachecraft import ClosestVariant, FocusedChunks
+from qcfuse_rag.methods.captures.attention import expected_overhead, prefix_overlap, worth_by_savings
+from qcfuse_rag.methods.captures.job import capture
+from qcfuse_rag.methods.captures.slots import Slot, context_of, fact, filled_slots
+from qcfuse_rag.methods.common import TopPerChunk
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.store.variant_slots import Slot, filled_slots
 from tests.support import references
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
@@ -33,7 +34,7 @@ D = "Mondays are quiet in the harbour, and the captain of the ferry paints her o
 def captured(engine: FusionEngine) -> FusionEngine:
     """Return an engine whose passages have met in several orders."""
     engine.warm([A, B, C, D], bases=(FRAMED,))
-    engine.corpus.capture([[A, B, C], [D, B], [B, A, D, C]])
+    capture(engine.corpus.entry_writer(), [[A, B, C], [D, B], [B, A, D, C]])
     return engine
 
 
@@ -52,7 +53,7 @@ def caches_of(engine: FusionEngine, ids: tuple[int, ...]) -> list[ChunkKV]:
 
 def overlap_by_hand(chunk: ChunkKV, now: list[str]) -> float:
     """Return beta' from the paper's formulas, one chunk and one pair at a time."""
-    then, masses = list(chunk.context or ()), chunk.facts["inter"]
+    then, masses = list(context_of(chunk) or ()), fact(chunk, "inter")
     beta = sum(mass for chunk_hash, mass in zip(then, masses, strict=True) if chunk_hash in now) / sum(masses)
     common = set(then) & set(now)
     discordant = sum(
@@ -70,8 +71,8 @@ def overheads(engine: FusionEngine, prompt: Prompt) -> list[tuple[float, ChunkKV
             continue
         now = [hash_ids(before.segment.ids) for before in prompt.chunks[:index]]
         caches = caches_of(engine, span.segment.ids)
-        rated: list[tuple[float, ChunkKV | None]] = [(min((c.facts["cci"][0] for c in caches), default=0.5), None)]
-        rated += [(chunk.facts["cci"][0] * (1 - overlap_by_hand(chunk, now)), chunk) for chunk in caches]
+        rated: list[tuple[float, ChunkKV | None]] = [(min((fact(c, "cci")[0] for c in caches), default=0.5), None)]
+        rated += [(fact(chunk, "cci")[0] * (1 - overlap_by_hand(chunk, now)), chunk) for chunk in caches]
         least.append(min(rated, key=lambda rating: rating[0]))
     return least
 
@@ -83,7 +84,7 @@ def chunk_lookups(report: FusionReport) -> list[Lookup]:
 def table_of(engine: FusionEngine, prompt: Prompt, chosen: list[ChunkKV | None]) -> references.Table:
     """Compute the caches of a prompt, each behind its captured context, by the model's own forward."""
     texts = {hash_ids(ids): ids for ids in map(engine.prompts.chunk_ids, (A, B, C, D))}
-    contexts = iter([(), *(() if chunk is None else chunk.context or () for chunk in chosen)])
+    contexts = iter([(), *(() if chunk is None else context_of(chunk) or () for chunk in chosen)])
     tables = []
     for span in prompt.spans:
         before: tuple[int, ...] = ()
@@ -154,7 +155,7 @@ def test_each_passage_recomputes_as_many_tokens_as_it_demands_by_stored_attentio
 def test_passages_in_their_captured_context_are_exact(family: LanguageModel) -> None:
     engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES, bases=(FRAMED,))
-    engine.corpus.capture([PASSAGES, [C, A]])
+    capture(engine.corpus.entry_writer(), [PASSAGES, [C, A]])
     prompt = engine.prompt("What else?", PASSAGES)
     done = engine.prefill(prompt, method=make_method("cachecraft"))
     assert [lookup.note for lookup in chunk_lookups(done.report)[1:]] == ["variant-0, exact"] * 2
@@ -224,7 +225,7 @@ def test_a_slot_rewritten_since_its_lookup_is_not_placed(
     def rewritten(key: ChunkKey) -> ChunkKV | Miss:
         chunk = get(key)
         assert isinstance(chunk, ChunkKV)
-        return replace(chunk, context=(hash_ids([1]),)) if key.base.startswith("variant") else chunk
+        return replace(chunk, notes={"context": [hash_ids([1])]}) if key.base.startswith("variant") else chunk
 
     monkeypatch.setattr(captured.store, "get", rewritten)
     report = captured.prefill(prompt, method=make_method("cachecraft")).report
@@ -276,7 +277,7 @@ def test_the_cache_whose_uses_save_least_is_evicted(captured: FusionEngine) -> N
     for slot in slots:
         others = [list(context) for context in (*contexts, new) if context != slot.context]
         lacking = [1 - overlap_by_hand(slot.chunk, other) for other in others]
-        overhead = slot.chunk.facts["cci"][0] * sum(lacking) / 3
+        overhead = fact(slot.chunk, "cci")[0] * sum(lacking) / 3
         assert 0 < overhead < 1
         assert worth(slot) == pytest.approx(uses[slot.number] * (1 - overhead))
         assert expected_overhead(slot.chunk, [*contexts, new]) == pytest.approx(overhead)

@@ -10,14 +10,22 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
-from qcfuse_rag.fusion.adapters import add_differences
+from qcfuse_rag.methods.captures.job import capture
+from qcfuse_rag.methods.captures.slots import (
+    Slot,
+    add_differences,
+    attention_mass,
+    context_distance,
+    context_overlap,
+    filled_slots,
+    kendall_distance,
+    slot_key,
+)
 from qcfuse_rag.methods.kamera import StoredPatches
 from qcfuse_rag.store.chunk import to_format
-from qcfuse_rag.store.context_distance import attention_mass, context_distance, context_overlap, kendall_distance
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
-from qcfuse_rag.store.variant_slots import Slot, filled_slots, slot_key
 from tests.support import references
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
@@ -28,7 +36,7 @@ A, B, C, D = (hash_ids([number]) for number in range(4))
 
 
 def slot(context: tuple[str, ...], inter: tuple[float, ...] = ()) -> Slot:
-    chunk = replace(example_chunk(), context=context, facts={"inter": inter} if inter else {})
+    chunk = replace(example_chunk(), notes={"context": list(context), "facts": {"inter": list(inter)}})
     return Slot(0, slot_key("patch", 0, FINGERPRINT, (1,), (2,)), chunk, context)
 
 
@@ -101,7 +109,7 @@ def test_a_sum_equals_the_sum_of_its_parts_whole_and_in_ranges_in_every_number_f
 def test_a_patch_of_full_rank_in_its_own_context_is_full_prefill(family: LanguageModel) -> None:
     engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES)
-    engine.corpus.capture([PASSAGES], keep=("patch",), rank=64)
+    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("patch",), rank=64)
     prompt = engine.prompt(QUESTION, PASSAGES)
     logits, table = references.plain_forward(family, prompt.ids)
     done = engine.prefill(prompt, method=make_method("kamera"))
@@ -117,7 +125,7 @@ def test_a_patch_of_full_rank_in_its_own_context_is_full_prefill(family: Languag
 def test_a_patch_is_the_truncated_singular_value_decomposition_of_the_context_difference(
     engine: FusionEngine,
 ) -> None:
-    engine.corpus.capture([PASSAGES], keep=("patch",), rank=4)
+    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("patch",), rank=4)
     engine.warm(PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
     done = engine.prefill(prompt, method=make_method("kamera"))
@@ -138,7 +146,7 @@ def test_a_patch_is_the_truncated_singular_value_decomposition_of_the_context_di
 
 def test_a_patch_of_another_context_is_not_added(engine: FusionEngine) -> None:
     engine.warm([*PASSAGES, "Something else."])
-    engine.corpus.capture([PASSAGES[:2]], keep=("patch",))
+    capture(engine.corpus.entry_writer(), [PASSAGES[:2]], keep=("patch",))
     stale = engine.prompt(QUESTION, ["Something else.", PASSAGES[1]])
     assert notes(engine, stale) == [None, "no patch fits, best overlap 0.00"]
     patched, plain = (engine.prefill(stale, method=make_method(name)) for name in ("kamera", "reuse"))
@@ -148,7 +156,7 @@ def test_a_patch_of_another_context_is_not_added(engine: FusionEngine) -> None:
 
 def test_the_threshold_is_the_least_overlap_of_contexts(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
-    engine.corpus.capture([PASSAGES], keep=("patch",))
+    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("patch",))
     [patch] = filled_slots(
         engine.store,
         "patch",
@@ -167,8 +175,10 @@ def test_the_threshold_is_the_least_overlap_of_contexts(engine: FusionEngine) ->
 
 def test_ties_go_to_the_patch_whose_context_differs_in_the_fewest_chunks(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
-    engine.corpus.capture(
-        [[PASSAGES[0], PASSAGES[2]], PASSAGES, [PASSAGES[1], PASSAGES[0], PASSAGES[2]]], keep=("patch",)
+    capture(
+        engine.corpus.entry_writer(),
+        [[PASSAGES[0], PASSAGES[2]], PASSAGES, [PASSAGES[1], PASSAGES[0], PASSAGES[2]]],
+        keep=("patch",),
     )
     assert notes(engine, engine.prompt(QUESTION, PASSAGES))[-1] == "patch-1, overlap 1.00"
     assert notes(engine, engine.prompt(QUESTION, [PASSAGES[0], PASSAGES[2]]))[-1] == "patch-0, overlap 1.00"
@@ -178,7 +188,7 @@ def test_ties_go_to_the_patch_whose_context_differs_in_the_fewest_chunks(engine:
 
 def test_no_patch_applies_behind_a_conversation(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
-    engine.corpus.capture([PASSAGES], keep=("patch",))
+    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("patch",))
     prompt = engine.prompt(QUESTION, PASSAGES, history=[("user", "Hello."), ("assistant", "Hello.")])
     assert notes(engine, prompt) == ["no patch applies, since text other than passages precedes the chunk"] * 3
 
@@ -192,7 +202,7 @@ def test_a_damaged_patch_is_discarded_and_the_cache_is_used_without_it(engine: F
             raise CorruptEntry(f"checksum of block {name} differs")
 
     engine.warm(PASSAGES)
-    engine.corpus.capture([PASSAGES[:2]], keep=("patch",))
+    capture(engine.corpus.entry_writer(), [PASSAGES[:2]], keep=("patch",))
     [patch] = filled_slots(
         engine.store,
         "patch",

@@ -8,11 +8,11 @@ import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
 from qcfuse_rag.fusion.report import Lookup
+from qcfuse_rag.methods.captures.job import capture
+from qcfuse_rag.methods.captures.slots import Slot, context_distance, filled_slots
 from qcfuse_rag.methods.kvcomm import AnchorOffsets
-from qcfuse_rag.store.context_distance import context_distance
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.store.variant_slots import Slot, filled_slots
 from tests.support import references
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
@@ -36,7 +36,12 @@ def last(engine: FusionEngine, prompt: Prompt, **options: float) -> Lookup:
 def two_anchors(engine: FusionEngine) -> FusionEngine:
     """Return an engine whose last passage was captured twice, each time behind one other passage."""
     engine.warm([*PASSAGES, *OTHERS])
-    engine.corpus.capture([[OTHERS[0], PASSAGES[2]], [PASSAGES[0], PASSAGES[2]]], keep=("difference",), variants=20)
+    capture(
+        engine.corpus.entry_writer(),
+        [[OTHERS[0], PASSAGES[2]], [PASSAGES[0], PASSAGES[2]]],
+        keep=("difference",),
+        variants=20,
+    )
     return engine
 
 
@@ -49,7 +54,7 @@ def test_published_defaults() -> None:
 def test_the_difference_of_the_same_context_gives_full_prefill(family: LanguageModel) -> None:
     engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES)
-    engine.corpus.capture([PASSAGES, [PASSAGES[0], PASSAGES[2]]], keep=("difference",))
+    capture(engine.corpus.entry_writer(), [PASSAGES, [PASSAGES[0], PASSAGES[2]]], keep=("difference",))
     prompt = engine.prompt(QUESTION, PASSAGES)
     logits, table = references.plain_forward(family, prompt.ids)
     done = engine.prefill(prompt, method=make_method("kvcomm"))
@@ -75,7 +80,7 @@ def test_without_an_anchor_a_passage_is_computed_in_full(engine: FusionEngine) -
 
 def test_a_single_anchor_is_added_in_any_context(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
-    engine.corpus.capture([[PASSAGES[0], PASSAGES[2]]], keep=("difference",))
+    capture(engine.corpus.entry_writer(), [[PASSAGES[0], PASSAGES[2]]], keep=("difference",))
     prompt = engine.prompt(QUESTION, PASSAGES[1:])
     assert last(engine, prompt).note == "1 of 1 anchors, entropy 0.00 bits"
 

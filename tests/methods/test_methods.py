@@ -28,12 +28,16 @@ from qcfuse_rag import (
 from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.fusion.budgets import Budget, FixedRatio
 from qcfuse_rag.fusion.probes import QuestionProbe
-from qcfuse_rag.fusion.selectors import ChunkHeads, RandomTokens, Selection, TopTokens
+from qcfuse_rag.fusion.selectors import Selection, TopTokens
 from qcfuse_rag.fusion.state import PlacedChunk
+from qcfuse_rag.methods.captures.job import capture
+from qcfuse_rag.methods.epic import ChunkHeads
+from qcfuse_rag.methods.qcfuse.layers import layers_by_depth
+from qcfuse_rag.methods.qcfuse.method import CriticalProbe
+from qcfuse_rag.methods.random import RandomTokens
 from qcfuse_rag.prompts.segments import Role, Segment, Span
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.language_model import LanguageModel as Model
-from qcfuse_rag.runtime.language_model import default_critical_layers
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED
 from tests.support import references
@@ -45,7 +49,7 @@ from tests.support.passages import PASSAGES, QUESTION
 def warmed(llama: LanguageModel) -> FusionEngine:
     engine = make_engine(llama, MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND, FRAMED, PRIMED))
-    engine.corpus.capture([PASSAGES], keep=("difference",))
+    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("difference",))
     return engine
 
 
@@ -161,7 +165,7 @@ def test_qcfuse_selects_what_the_question_attends_to_after_seeing_anchors_only(
             order = stored.blocks["ranking"][layer].tolist()
             positions += sorted(span.start + token for token in order[: -(-len(span) * 15 // 100)])
         seen.append(positions)
-    scores = attention_of_question(warmed.lm, prompt, seen, layers=default_critical_layers(4))
+    scores = attention_of_question(warmed.lm, prompt, seen, layers=layers_by_depth(4))
     assert list(report.selected) == best(scores, prompt, int(0.25 * report.context_tokens))
     whole = attention_of_question(warmed.lm, prompt, [list(range(prompt.chunks[-1].stop))] * 4, layers=range(4))
     assert list(report.selected) != best(whole, prompt, len(report.selected)), "anchors and layers must matter here"
@@ -169,7 +173,7 @@ def test_qcfuse_selects_what_the_question_attends_to_after_seeing_anchors_only(
 
 def test_published_defaults() -> None:
     qcfuse, prophetkv = make_method("qcfuse"), make_method("prophetkv")
-    assert (qcfuse.base, qcfuse.ratio, qcfuse.probe) == (BLIND, 0.5, QuestionProbe("critical", anchor_ratio=0.15))
+    assert (qcfuse.base, qcfuse.ratio, qcfuse.probe) == (BLIND, 0.5, CriticalProbe(0.15))
     assert (prophetkv.base, prophetkv.ratio, prophetkv.probe) == (BLIND, 0.2, QuestionProbe("all", anchor_ratio=1.0))
     assert make_method("epic").selector == ChunkHeads(16)
     assert make_method("full").ratio == 1
@@ -180,7 +184,7 @@ def test_published_defaults() -> None:
     ("layers", "expected"), [(36, (18, 19, 20)), (32, (16, 17, 18)), (30, (15, 16, 17)), (2, (0, 1)), (1, (0,))]
 )
 def test_critical_layers_default_to_the_middle(layers: int, expected: tuple[int, ...]) -> None:
-    assert default_critical_layers(layers) == expected
+    assert layers_by_depth(layers) == expected
 
 
 def test_epic_takes_the_head_of_every_chunk(warmed: FusionEngine, prompt: Prompt) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.generation.decoding import TextStream
+from qcfuse_rag.methods.captures.slots import context_of
 from qcfuse_rag.methods.relaycaching import GENERATED, RelayLayers, RelayRecompute, store_answer
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
@@ -49,7 +51,7 @@ def relayed(engine: FusionEngine, answering: Answering) -> tuple[FusionEngine, P
     """Return an engine with a stored answer, its prompt, and a prompt in which the answer is the second passage."""
     engine.warm(PASSAGES, bases=(FRAMED,))
     old = engine.prompt(QUESTION, PASSAGES)
-    assert engine.corpus.put_generated(answering(engine, old)).reason is None
+    assert store_answer(engine.corpus.entry_writer(), answering(engine, old)).reason is None
     return engine, old, engine.prompt(OTHER, [PASSAGES[0], ANSWER, PASSAGES[2]])
 
 
@@ -94,12 +96,12 @@ def test_a_stored_answer_equals_the_models_own_forward_behind_its_prompt(
 ) -> None:
     engine = make_engine(family, MemoryStore())
     old = engine.prompt(QUESTION, PASSAGES)
-    kept = engine.corpus.put_generated(answering(engine, old))
+    kept = store_answer(engine.corpus.entry_writer(), answering(engine, old))
     chunk, ids, start = stored(engine), engine.prompts.chunk_ids(ANSWER), 7
     assert chunk is not None
     assert (kept.tokens, chunk.n_tokens) == (len(ids), len(ids)), "no tokens of the prompt"
     assert kept.computed == len(ids) - len(family.tokenizer(ANSWER)["input_ids"]), "only the template's tokens"
-    assert chunk.context == tuple(hash_ids(span.segment.ids) for span in old.chunks)
+    assert context_of(chunk) == tuple(hash_ids(span.segment.ids) for span in old.chunks)
     buffer = family.empty_buffer(start + len(ids))
     copy_chunk(buffer, start, chunk)
     rotate_buffer(buffer, family.ropes, start, start + len(ids))
@@ -112,7 +114,7 @@ def test_only_exact_answers_are_stored(engine: FusionEngine, answering: Answerin
     engine.warm(PASSAGES)
     old = engine.prompt(QUESTION, PASSAGES)
     for method in ("reuse", "qcfuse", "relaxkv"):
-        kept = engine.corpus.put_generated(answering(engine, old, method))
+        kept = store_answer(engine.corpus.entry_writer(), answering(engine, old, method))
         assert kept.reason == f"an answer of method {method} may be inexact; generate it with method full"
         assert kept.key is None
     assert stored(engine) is None
@@ -123,15 +125,17 @@ def test_an_answer_over_inexact_rows_of_an_earlier_turn_is_not_stored(
 ) -> None:
     """A guard that refuses to fuse makes it full prefill, over what the earlier turn has left."""
     answer = answering(engine, engine.prompt(QUESTION, PASSAGES))
-    prefilled = replace(answer.prefilled, exact_tokens=3)
-    ids = answer.result().ids
-    kept = store_answer(engine.lm, engine.store, engine.prompts, prefilled, ids, ANSWER)
+    stream = SimpleNamespace(prefilled=replace(answer.prefilled, exact_tokens=3), result=answer.result)
+    kept = store_answer(engine.corpus.entry_writer(), stream)
     assert "may be inexact" in str(kept.reason)
 
 
 def test_an_answer_is_removed_with_any_document_of_its_prompt(engine: FusionEngine, answering: Answering) -> None:
     engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
-    assert engine.corpus.put_generated(answering(engine, engine.prompt(QUESTION, PASSAGES[:2]))).key is not None
+    assert (
+        store_answer(engine.corpus.entry_writer(), answering(engine, engine.prompt(QUESTION, PASSAGES[:2]))).key
+        is not None
+    )
     engine.forget("mill")
     assert stored(engine) is not None
     engine.forget("paint")
@@ -143,11 +147,13 @@ def test_an_answer_with_other_tokens_is_not_stored_unless_only_its_end_differs(
 ) -> None:
     old = engine.prompt(QUESTION, PASSAGES)
     stream = answering(engine, old)
-    assert "0 of" in str(engine.corpus.put_generated(stream, "Somewhere else.").reason)
-    assert "match" in str(engine.corpus.put_generated(stream, ANSWER.replace("old", "new")).reason)
-    assert "match" in str(engine.corpus.put_generated(stream, ANSWER + " It has no roof any more.").reason)
+    assert "0 of" in str(store_answer(engine.corpus.entry_writer(), stream, "Somewhere else.").reason)
+    assert "match" in str(store_answer(engine.corpus.entry_writer(), stream, ANSWER.replace("old", "new")).reason)
+    assert "match" in str(
+        store_answer(engine.corpus.entry_writer(), stream, ANSWER + " It has no roof any more.").reason
+    )
     begun = ANSWER[: ANSWER.index(" old") + 2]
-    assert engine.corpus.put_generated(stream, begun).reason is None
+    assert store_answer(engine.corpus.entry_writer(), stream, begun).reason is None
     chunk, ids = stored(engine, begun), engine.prompts.chunk_ids(begun)
     assert chunk is not None
     values = references.alone_at(engine.lm, ids, 0, before=old.ids)[-1][1]
@@ -165,7 +171,7 @@ def test_an_answer_that_was_cut_off_is_stored_with_its_last_token_computed(
     prefilled, tokens = engine.prefill(old, method=make_method("full"), answer_tokens=6), iter(ids)
     sampler: Any = lambda *_: next(tokens)  # noqa: E731
     cut = TextStream(engine.runner, prefilled, SamplingParams(6), sampler=sampler)
-    kept = engine.corpus.put_generated(cut)
+    kept = store_answer(engine.corpus.entry_writer(), cut)
     assert cut.result().finish_reason == "length"
     assert kept.computed == len(engine.prompts.chunk_ids(short)) - 5
     assert stored(engine, short) is not None

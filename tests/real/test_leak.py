@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.quality.run import gold_nll
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
-from qcfuse_rag.store.prefill_base import ENRICHED
+from qcfuse_rag.methods.fusionrag import ENRICHED
 from tests.support.engines import make_engine
 
 pytestmark = pytest.mark.real

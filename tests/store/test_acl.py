@@ -14,12 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
-from qcfuse_rag.ingestion.neighbours import nearest_chunks, permitted_neighbours
+from qcfuse_rag.ingestion.similarity import nearest_chunks
+from qcfuse_rag.methods.captures.job import capture
+from qcfuse_rag.methods.captures.slots import context_of
+from qcfuse_rag.methods.fusionrag import ENRICHED, permitted_neighbours
+from qcfuse_rag.methods.relaycaching import store_answer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.documents.acl import may_be_built_on, tags_of
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES
 
@@ -89,8 +93,8 @@ def test_a_forbidden_neighbour_leaves_no_trace(llama: LanguageModel) -> None:
     for text in PASSAGES:
         assert same(enriched(guarded, text), enriched(without, text))
         assert not same(enriched(open_, text), enriched(without, text)), "without a tag the secret is in it"
-    assert enriched(guarded, SECRET).context is not None
-    assert len(enriched(guarded, SECRET).context or ()) == 2, "the board's passage may remember what all may read"
+    assert context_of(enriched(guarded, SECRET)) is not None
+    assert len(context_of(enriched(guarded, SECRET)) or ()) == 2, "the board's passage may remember what all may read"
 
 
 def test_a_document_that_is_restricted_later_takes_with_it_what_remembers_it(engine: FusionEngine) -> None:
@@ -108,16 +112,16 @@ def test_a_passage_with_new_readers_is_enriched_anew(engine: FusionEngine) -> No
     shared, tags = PASSAGES[0], {"vault": "board", "minutes": "board"}
     engine.warm([shared, SECRET], sources=["minutes", "vault"], bases=(ENRICHED,), neighbours=[[1], [0]], access=tags)
     before = enriched(engine, shared).copied()
-    assert len(before.context or ()) == 1
+    assert len(context_of(before) or ()) == 1
     engine.warm([shared], sources=["handbook"], bases=(ENRICHED,), neighbours=[[]], access={"handbook": "staff"})
     assert not same(enriched(engine, shared), before)
-    assert enriched(engine, shared).context == ()
+    assert context_of(enriched(engine, shared)) == ()
 
 
 def test_a_passage_whose_open_copy_is_gone_is_no_longer_remembered_by_others(engine: FusionEngine) -> None:
     texts, sources = [PASSAGES[0], SECRET, SECRET], ["a", "leaflet", "vault"]
     engine.warm(texts, sources=sources, bases=(ENRICHED,), neighbours=[[1], [0], [0]], access={"vault": "board"})
-    assert len(enriched(engine, PASSAGES[0]).context or ()) == 1, "everybody may read it, in the leaflet"
+    assert len(context_of(enriched(engine, PASSAGES[0])) or ()) == 1, "everybody may read it, in the leaflet"
     engine.forget("leaflet")
     assert key_of(engine, PASSAGES[0]) not in engine.store
     assert key_of(engine, SECRET) in engine.store
@@ -145,7 +149,7 @@ def test_what_was_being_computed_behind_a_passage_goes_with_it_too(
         if how == "enriched":
             engine.warm([PASSAGES[0]], sources=["a"], bases=(ENRICHED,), neighbours=[[1]], others=[SECRET])
         else:
-            engine.corpus.capture([[SECRET, PASSAGES[0]]])
+            capture(engine.corpus.entry_writer(), [[SECRET, PASSAGES[0]]])
         assert {entry.address for entry in store.entries()} <= framed
 
 
@@ -166,7 +170,9 @@ def test_a_passage_that_was_forgotten_before_its_turn_came_is_not_remembered(eng
         yield [SECRET, PASSAGES[0]]
 
     before = sum(1 for _ in engine.store.entries())
-    summary = engine.corpus.capture(groups(), keep=("variant",) if how == "captured" else ("difference",))
+    summary = capture(
+        engine.corpus.entry_writer(), groups(), keep=("variant",) if how == "captured" else ("difference",)
+    )
     assert summary.failed == ((0, "a passage was forgotten meanwhile"),)
     assert sum(1 for _ in engine.store.entries()) == before - 1, "the secret's own"
 
@@ -175,9 +181,9 @@ def test_a_capture_that_met_a_secret_is_not_kept(engine: FusionEngine) -> None:
     sources = ["a", "vault"]
     engine.warm([PASSAGES[0], SECRET], sources=sources, bases=(FRAMED,), access={"vault": "board"})
     before = sum(1 for _ in engine.store.entries())
-    engine.corpus.capture([[SECRET, PASSAGES[0]]])
+    capture(engine.corpus.entry_writer(), [[SECRET, PASSAGES[0]]])
     assert sum(1 for _ in engine.store.entries()) == before
-    engine.corpus.capture([[PASSAGES[0], SECRET]])
+    capture(engine.corpus.entry_writer(), [[PASSAGES[0], SECRET]])
     assert sum(1 for _ in engine.store.entries()) == before + 1, "the other way round is allowed"
 
 
@@ -187,7 +193,7 @@ def test_access_outlives_the_process_and_naming_nobody_keeps_it(llama: LanguageM
     with DiskStore(tmp_path / "kv") as store:
         again = make_engine(llama, store)
         again.warm([SECRET, PASSAGES[0]], sources=["vault", "a"], bases=(ENRICHED,), neighbours=[[1], [0]])
-        assert enriched(again, PASSAGES[0]).context == ()
+        assert context_of(enriched(again, PASSAGES[0])) == ()
         again.warm([SECRET], sources=["vault"], access={"vault": None})
         assert not again.corpus.open_sources().has_restricted()
 
@@ -196,15 +202,15 @@ def test_a_document_that_is_deleted_and_added_again_is_as_restricted_as_before(e
     engine.warm([SECRET], sources=["vault"], access={"vault": "board"})
     engine.forget("vault")
     engine.warm([SECRET, PASSAGES[0]], sources=["vault", "a"], bases=(ENRICHED,), neighbours=[[1], [0]])
-    assert enriched(engine, PASSAGES[0]).context == ()
+    assert context_of(enriched(engine, PASSAGES[0])) == ()
 
 
 def test_what_no_document_has_is_remembered_by_nobody_once_there_are_tags(engine: FusionEngine) -> None:
     """It may be the text of a restricted document that was never warmed under this model."""
     engine.warm([PASSAGES[0]], sources=["a"], access={"vault": "board"})
     engine.warm([PASSAGES[0]], sources=["a"], bases=(ENRICHED,), neighbours=[[1]], others=[SECRET])
-    assert enriched(engine, PASSAGES[0]).context == ()
-    engine.corpus.capture([[SECRET, PASSAGES[0]]])
+    assert context_of(enriched(engine, PASSAGES[0])) == ()
+    capture(engine.corpus.entry_writer(), [[SECRET, PASSAGES[0]]])
     assert not any("variant" in engine.store.open(e.address)[0].base for e in engine.store.entries())  # type: ignore[index,union-attr]
 
 
@@ -213,7 +219,7 @@ def test_an_answer_over_a_restricted_passage_is_not_kept(engine: FusionEngine) -
     stream = engine.stream(
         engine.prompt("Which code?", [SECRET]), SamplingParams(max_new_tokens=4), method=make_method("full")
     )
-    kept = engine.corpus.put_generated(stream)
+    kept = store_answer(engine.corpus.entry_writer(), stream)
     assert kept.key is None
     assert "some readers of the answer must not read" in str(kept.reason)
 
@@ -223,7 +229,7 @@ def test_an_answer_beside_turns_that_may_quote_a_restricted_passage_is_not_kept(
     quoted = {"role": "assistant", "content": f"Cut short, so that it is not recognised: {SECRET[3:-3]}"}
     prompt = engine.prompt("Which code?", [PASSAGES[0]], later=[quoted])
     stream = engine.stream(prompt, SamplingParams(max_new_tokens=4), method=make_method("full"))
-    kept = engine.corpus.put_generated(stream)
+    kept = store_answer(engine.corpus.entry_writer(), stream)
     assert kept.key is None
     assert "may contain passages with restricted access" in str(kept.reason)
 

@@ -13,14 +13,16 @@ from qcfuse_rag.models.rope import KVShape
 from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.entry.header import entry_bytes
-from qcfuse_rag.store.low_rank import RANKS, factorize, multiply_factors
 from qcfuse_rag.store.quantization import (
     LOSSLESS,
     ONE_BYTE_FORMATS,
+    RANKS,
     STORE_FORMATS,
     check_numbers,
     check_rank,
     dequantize,
+    factorize,
+    multiply_factors,
     quantize,
 )
 from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_key, example_patch
@@ -220,7 +222,7 @@ def test_a_format_does_not_change_the_provenance() -> None:
     patch = example_patch(n_tokens=40)
     for numbers in STORE_FORMATS:
         other = to_format(patch, numbers)
-        assert (other.context, other.facts, other.extras) == (patch.context, patch.facts, ("inter",))
+        assert (other.notes, other.extras) == (patch.notes, ("inter",))
         assert torch.equal(other.blocks["inter"], patch.blocks["inter"])
 
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, KVStore, LanguageModel, MemoryStore, TenantStore
-from qcfuse_rag.ingestion.capture import capture_chunks
+from qcfuse_rag.methods.captures.job import capture, capture_chunks
+from qcfuse_rag.methods.captures.slots import Slot, SlotKind, fact, filled_slots, slot_key, slot_to_write, worth_by_use
+from qcfuse_rag.methods.fusionrag import ENRICHED
+from qcfuse_rag.methods.qcfuse.anchors import ranked
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import BLIND, ENRICHED, FRAMED
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
-from qcfuse_rag.store.variant_slots import Slot, SlotKind, filled_slots, slot_key, slot_to_write, worth_by_use
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -26,7 +28,7 @@ def context(*numbers: int) -> tuple[str, ...]:
 
 
 def slot(number: int, *neighbours: int, turn: float = 0.0) -> Slot:
-    chunk = replace(example_chunk(number), context=context(*neighbours), facts={"turn": (turn,)})
+    chunk = replace(example_chunk(number), notes={"context": list(context(*neighbours)), "facts": {"turn": [turn]}})
     return Slot(number, slot_key("variant", number, FINGERPRINT, PREFIX_IDS, IDS), chunk, context(*neighbours))
 
 
@@ -57,7 +59,7 @@ def test_what_is_there_is_found_whatever_gaps_there_are_and_is_not_used_by_that(
 def test_what_says_no_context_or_is_of_another_length_is_passed_over() -> None:
     store = MemoryStore()
     store.put(slot_key("variant", 0, FINGERPRINT, PREFIX_IDS, IDS), example_chunk())
-    longer = replace(example_chunk(n_tokens=6), context=())
+    longer = replace(example_chunk(n_tokens=6), notes={"context": []})
     store.put(slot_key("variant", 1, FINGERPRINT, PREFIX_IDS, IDS), longer)
     assert filled_slots(store, "variant", 5, FINGERPRINT, PREFIX_IDS, IDS) == []
 
@@ -96,7 +98,7 @@ def test_the_least_used_of_the_five_oldest_gives_way() -> None:
 
 
 def test_captured_groups_are_found_again_as_they_were_born(engine: FusionEngine, llama: LanguageModel) -> None:
-    summary = engine.corpus.capture([PASSAGES, [PASSAGES[2], PASSAGES[1]], PASSAGES[:1], []])
+    summary = capture(engine.corpus.entry_writer(), [PASSAGES, [PASSAGES[2], PASSAGES[1]], PASSAGES[:1], []])
     assert (summary.groups, summary.captured, summary.present, summary.failed) == (4, 3, 0, ())
     first, other = filled(engine, PASSAGES[1])
     hashes = [hash_ids(engine.prompts.chunk_ids(text)) for text in PASSAGES]
@@ -111,19 +113,19 @@ def test_captured_groups_are_found_again_as_they_were_born(engine: FusionEngine,
 
 
 def test_what_is_kept_already_is_not_computed_again(engine: FusionEngine) -> None:
-    engine.corpus.capture([PASSAGES])
-    again = engine.corpus.capture([PASSAGES, PASSAGES[:2]])
+    capture(engine.corpus.entry_writer(), [PASSAGES])
+    again = capture(engine.corpus.entry_writer(), [PASSAGES, PASSAGES[:2]])
     assert (again.captured, again.present, again.tokens) == (0, 3, 0)
-    with_patches = engine.corpus.capture([PASSAGES], keep=("variant", "patch"))
+    with_patches = capture(engine.corpus.entry_writer(), [PASSAGES], keep=("variant", "patch"))
     assert (with_patches.captured, with_patches.present) == (2, 2)
-    assert engine.corpus.capture([PASSAGES], keep=("patch",), rank=16).captured == 2, "of another rank"
+    assert capture(engine.corpus.entry_writer(), [PASSAGES], keep=("patch",), rank=16).captured == 2, "of another rank"
 
 
 def test_no_more_contexts_are_kept_than_there_are_slots_and_the_used_ones_stay(engine: FusionEngine) -> None:
-    engine.corpus.capture([[PASSAGES[0], PASSAGES[2]], [PASSAGES[1], PASSAGES[2]]], variants=2)
+    capture(engine.corpus.entry_writer(), [[PASSAGES[0], PASSAGES[2]], [PASSAGES[1], PASSAGES[2]]], variants=2)
     oldest, _ = filled(engine, PASSAGES[2])
     engine.store.get(oldest.key)
-    engine.corpus.capture([PASSAGES], variants=2)
+    capture(engine.corpus.entry_writer(), [PASSAGES], variants=2)
     kept, newest = filled(engine, PASSAGES[2])
     assert kept.context == oldest.context
     assert len(newest.context) == 2
@@ -131,7 +133,7 @@ def test_no_more_contexts_are_kept_than_there_are_slots_and_the_used_ones_stay(e
 
 
 def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine: FusionEngine) -> None:
-    engine.corpus.capture([PASSAGES], keep=("variant", "difference", "patch"), rank=64)
+    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("variant", "difference", "patch"), rank=64)
     ids = engine.prompts.chunk_ids(PASSAGES[2])
     framed = engine.store.get(FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, ids))
     assert isinstance(framed, ChunkKV)
@@ -139,7 +141,7 @@ def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine:
     for kind, numbers in (("difference", "model"), ("patch", "rank64")):
         [kept] = filled(engine, PASSAGES[2], kind)  # type: ignore[arg-type]
         assert (kept.chunk.numbers, kept.context, kept.chunk.extras) == (numbers, captured.context, ("inter",))
-        assert kept.chunk.facts["cci"] == captured.chunk.facts["cci"]
+        assert fact(kept.chunk, "cci") == fact(captured.chunk, "cci")
         for layer in range(engine.lm.n_layers):
             for own, other, whole in zip(
                 framed.layer(layer), kept.chunk.layer(layer), captured.chunk.layer(layer), strict=True
@@ -148,7 +150,7 @@ def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine:
 
 
 def test_a_group_beyond_the_window_is_told_of_and_the_others_are_captured(engine: FusionEngine) -> None:
-    summary = engine.corpus.capture([[PASSAGES[0] * 20, PASSAGES[1] * 20], PASSAGES[:2]])
+    summary = capture(engine.corpus.entry_writer(), [[PASSAGES[0] * 20, PASSAGES[1] * 20], PASSAGES[:2]])
     assert summary.captured == 1
     [(index, reason)] = summary.failed
     assert index == 0
@@ -163,7 +165,7 @@ def test_no_difference_is_kept_where_there_is_no_room_for_what_it_is_to(llama: L
             return Miss("absent")
 
     engine = make_engine(llama, Forgetful())
-    summary = engine.corpus.capture([PASSAGES[:2]], keep=("patch",))
+    summary = capture(engine.corpus.entry_writer(), [PASSAGES[:2]], keep=("patch",))
     assert summary.captured == 0
     assert "no difference to it can" in summary.failed[0][1]
 
@@ -179,13 +181,13 @@ def test_no_difference_is_kept_where_there_is_no_room_for_what_it_is_to(llama: L
 )
 def test_what_cannot_be_kept_is_refused_by_name(engine: FusionEngine, wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        engine.corpus.capture([PASSAGES], **wrong)  # type: ignore[arg-type]
+        capture(engine.corpus.entry_writer(), [PASSAGES], **wrong)  # type: ignore[arg-type]
 
 
 def test_tenants_have_slots_of_their_own(llama: LanguageModel) -> None:
     shared: KVStore = MemoryStore()
     first, other = (make_engine(llama, TenantStore(shared, name, bytes(16))) for name in ("one", "other"))
-    first.corpus.capture([PASSAGES])
+    capture(first.corpus.entry_writer(), [PASSAGES])
     assert len(filled(first, PASSAGES[1])) == 1
     assert filled(other, PASSAGES[1]) == []
 
@@ -195,7 +197,7 @@ def test_tenants_have_slots_of_their_own(llama: LanguageModel) -> None:
 
 def test_a_forgotten_document_takes_along_what_was_born_behind_its_passages(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
-    engine.corpus.capture([PASSAGES, PASSAGES[1:]], keep=("variant", "patch"))
+    capture(engine.corpus.entry_writer(), [PASSAGES, PASSAGES[1:]], keep=("variant", "patch"))
     assert [len(filled(engine, text)) for text in PASSAGES] == [0, 1, 2]
     engine.forget("ferry")
     assert filled(engine, PASSAGES[1]) == filled(engine, PASSAGES[1], "patch") == []
@@ -207,7 +209,7 @@ def test_a_forgotten_document_takes_along_what_was_born_behind_its_passages(engi
 
 def test_a_passage_that_another_document_has_too_keeps_what_was_born_behind_it(engine: FusionEngine) -> None:
     engine.warm([*PASSAGES, PASSAGES[0]], sources=["ferry", "paint", "mill", "copy"])
-    engine.corpus.capture([PASSAGES])
+    capture(engine.corpus.entry_writer(), [PASSAGES])
     engine.forget("ferry")
     assert len(filled(engine, PASSAGES[1])) == 1
     engine.forget("copy")
@@ -216,7 +218,7 @@ def test_a_passage_that_another_document_has_too_keeps_what_was_born_behind_it(e
 
 def test_a_passage_warmed_only_to_differ_from_it_goes_with_its_document(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=[BLIND], sources=["ferry", "paint", "mill"])
-    engine.corpus.capture([PASSAGES], keep=("patch",))
+    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("patch",))
     framed = FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(PASSAGES[2]))
     assert framed in engine.store
     engine.forget("mill")
@@ -226,8 +228,8 @@ def test_a_passage_warmed_only_to_differ_from_it_goes_with_its_document(engine: 
 
 def test_a_slot_written_anew_goes_with_its_new_context_and_not_with_the_old(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
-    engine.corpus.capture([[PASSAGES[0], PASSAGES[2]]], variants=1)
-    engine.corpus.capture([[PASSAGES[1], PASSAGES[2]]], variants=1)
+    capture(engine.corpus.entry_writer(), [[PASSAGES[0], PASSAGES[2]]], variants=1)
+    capture(engine.corpus.entry_writer(), [[PASSAGES[1], PASSAGES[2]]], variants=1)
     engine.forget("ferry")
     assert len(filled(engine, PASSAGES[2])) == 1
     engine.forget("paint")
@@ -237,7 +239,7 @@ def test_a_slot_written_anew_goes_with_its_new_context_and_not_with_the_old(engi
 def test_what_was_forgotten_can_be_captured_again(engine: FusionEngine) -> None:
     for _ in range(2):
         engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
-        assert engine.corpus.capture([PASSAGES]).captured == 2
+        assert capture(engine.corpus.entry_writer(), [PASSAGES]).captured == 2
         engine.forget("ferry")
     assert engine.corpus.open_sources().garbage.collect() == 0
 
@@ -264,8 +266,8 @@ def test_a_changed_document_does_too(engine: FusionEngine) -> None:
 
 
 def test_a_forgotten_document_takes_along_what_was_captured_beside_another_ranking(engine: FusionEngine) -> None:
-    engine.warm(PASSAGES, bases=[BLIND.ranked("kvzip")], sources=["ferry", "paint", "mill"])
-    engine.corpus.capture([PASSAGES])
+    engine.warm(PASSAGES, bases=[ranked(BLIND, "kvzip")], sources=["ferry", "paint", "mill"])
+    capture(engine.corpus.entry_writer(), [PASSAGES])
     engine.forget("ferry")
     assert filled(engine, PASSAGES[1]) == filled(engine, PASSAGES[2]) == []
 
@@ -276,6 +278,6 @@ def test_a_fault_in_a_capture_is_raised_and_is_no_reason_of_a_group(
     def faulty(*_: object) -> None:
         raise KeyError("layer")
 
-    monkeypatch.setattr("qcfuse_rag.ingestion.capture_job.capture_chunks", faulty)
+    monkeypatch.setattr("qcfuse_rag.methods.captures.job.capture_chunks", faulty)
     with pytest.raises(KeyError, match="layer"):
-        engine.corpus.capture([PASSAGES])
+        capture(engine.corpus.entry_writer(), [PASSAGES])

@@ -87,9 +87,9 @@ recorder_refusal = _seam("qcfuse_rag.runtime.graphs.recorder.unavailable_reason"
 fused_model = _seam("qcfuse_rag.runtime.language_model.fused_view_first")
 decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.steps.CHECKED_POSITIONS")
 
-batches_per_group = _seam("qcfuse_rag.ingestion.batch_plan.BATCHES_PER_GROUP")
+batches_per_group = _seam("qcfuse_rag.ingestion.batches.BATCHES_PER_GROUP")
 primer_prefill = _seam("qcfuse_rag.ingestion.target.prefill_chunk")
-enrichment_prefill = _seam("qcfuse_rag.ingestion.enrichment.prefill_chunks")
+enrichment_prefill = _seam("qcfuse_rag.methods.fusionrag.prefill_chunks")
 
 sampler = _seam("qcfuse_rag.engine.engine.Sampler")
 verdict_check = _seam("qcfuse_rag.engine.opening.require_verdict")

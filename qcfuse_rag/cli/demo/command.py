@@ -15,10 +15,9 @@ from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar,
 from qcfuse_rag.cli.demo.page import demo_page
 from qcfuse_rag.cli.demo.pair import AnsweredPair, PairView, ask_both
 from qcfuse_rag.cli.demo.table import summarise, summary_table
-from qcfuse_rag.cli.library import print_profile_note
 from qcfuse_rag.cli.options import DemoOptions
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.ingestion.summary import WarmSummary
+from qcfuse_rag.ingestion.warm_job import WarmSummary
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import nearest
 
@@ -55,7 +54,6 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
             )
             embed = Embedder(options.embedder or default_embedder())
             vectors = embed(texts)
-        print_profile_note(engine)
         plan = engine.corpus.warm_job([engine.prompts.chunk_ids(text) for text in texts]).plan(measure=not as_json)
         if not as_json and plan.seconds:
             token_s = plan.seconds / max(1, plan.tokens)

@@ -25,7 +25,6 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.encryption import SALT_BYTES, EntryCipher, StoreCipher
 from qcfuse_rag.store.entry.header import ROWS_PER_PIECE, Header, aligned, parse_header
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.provenance import provenance_fields
 
 MAGIC = b"QCFUSEKV"
 VERSION = 2
@@ -110,9 +109,10 @@ def encode(key: ChunkKey, chunk: ChunkKV, *, cipher: StoreCipher | None = None) 
         "layers": chunk.n_layers,
         "dtype": str(chunk.dtype).removeprefix("torch."),
         "numbers": chunk.numbers,
-        "probe_layers": list(chunk.probe_layers),
+        "probe_layers": [],  # earlier versions read it; it said which layers' keys come first
         "expires": chunk.expires,
-        **provenance_fields(chunk.context, chunk.facts, chunk.extras),
+        **chunk.notes,
+        **({"extras": list(chunk.extras)} if chunk.extras else {}),
         "blocks": block_fields,
     }
     header = json.dumps(header_fields).encode()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from qcfuse_rag.models.rope import KVShape
-from qcfuse_rag.store.chunk import RANKING, block_names
+from qcfuse_rag.store.chunk import HEADER_FIELDS, RANKING, block_names, check_notes
 from qcfuse_rag.store.entry.encryption import TAG_BYTES
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.low_rank import RANKS, effective_rank
-from qcfuse_rag.store.provenance import Context, Facts, parse_provenance
-from qcfuse_rag.store.quantization import FORMATS, LOSSLESS, side_block
+from qcfuse_rag.store.quantization import FORMATS, LOSSLESS, RANKS, effective_rank, side_block
 
 FILE_ALIGNMENT = 4096
 ROWS_PER_PIECE = 128
@@ -68,12 +66,12 @@ class Header:
 
     Attributes:
         key: of the entry.
-        tokens, layers, dtype, numbers, probe_layers: see `ChunkKV`.
+        tokens, layers, dtype, numbers: see `ChunkKV`.
         expires: unix time from which on it must not be used, or None.
         blocks: in the order of the file.
         start: offset of the first block in the file.
         encrypted: whether it is encrypted.
-        context, facts, extras: see `ChunkKV`.
+        notes, extras: see `ChunkKV`.
     """
 
     key: ChunkKey
@@ -81,13 +79,11 @@ class Header:
     layers: int
     dtype: torch.dtype
     numbers: str
-    probe_layers: tuple[int, ...]
     expires: float | None
     blocks: tuple[BlockRange, ...]
     start: int
     encrypted: bool
-    context: Context | None
-    facts: Facts
+    notes: Mapping[str, Any]
     extras: tuple[str, ...]
 
     @property
@@ -108,17 +104,18 @@ def parse_header(fields: Any, start: int, *, encrypted: bool) -> Header:
         ValueError, LookupError, TypeError, AttributeError, OverflowError: if it is not a header.
     """
     tokens, layers, numbers, expires = fields["tokens"], fields["layers"], fields["numbers"], fields["expires"]
-    block_fields, probe_layers = fields["blocks"], tuple(fields["probe_layers"])
+    block_fields, extra_names = fields["blocks"], fields.get("extras", [])
     names = [block["name"] for block in block_fields]
     _require(all(type(count) is int and count > 0 for count in (tokens, layers)), "sizes")
     # The number of blocks is checked first: the expected names are not made for as many layers as a header claims.
-    context, facts, extras = parse_provenance(fields)
+    _require(type(extra_names) is list and ("extras" not in fields or len(extra_names) > 0), "extras")
+    notes, extras = {name: value for name, value in fields.items() if name not in HEADER_FIELDS}, tuple(extra_names)
+    check_notes(notes, extras)
     count = 1 + len(extras) + layers * (2 if numbers == LOSSLESS else 4)
     _require(numbers in FORMATS and len(names) == count, "numbers of blocks")
-    _require(all(type(layer) is int and 0 <= layer < layers for layer in probe_layers), "probe layers")
-    _require(len(set(probe_layers)) == len(probe_layers), "probe layers")
     _require(expires is None or (type(expires) in (int, float) and math.isfinite(expires)), "expiry")
-    _require(names == block_names(layers, numbers, probe_layers, extras), "names of blocks")
+    expected, first = block_names(layers, numbers, extras), 1 + len(extras)  # earlier versions ordered layers otherwise
+    _require(names[:first] == expected[:first] and sorted(names) == sorted(expected), "names of blocks")
     blocks: list[BlockRange] = []
     offset, number = 0, 1
     for block in block_fields:
@@ -136,20 +133,18 @@ def parse_header(fields: Any, start: int, *, encrypted: bool) -> Header:
     for extra in blocks[1 : 1 + len(extras)]:
         _require(extra.shape[1:] == (1,) and extra.dtype == torch.float32, "extras")
     if numbers in RANKS:
-        _require_factors(blocks[1 + len(extras) :], numbers, tokens)
+        _require_factors({block.name: block for block in blocks}, numbers, tokens)
     return Header(
         ChunkKey.from_fields(fields["key"]),
         tokens,
         layers,
         DTYPES[fields["dtype"]],
         numbers,
-        probe_layers,
         expires,
         tuple(blocks),
         start,
         encrypted,
-        context,
-        facts,
+        notes,
         extras,
     )
 
@@ -196,9 +191,10 @@ def _fits(name: str, shape: tuple[int, ...], tokens: int, layers: int, numbers: 
     return len(shape) == (2 if side_block(numbers) == "basis" else 3) and shape[0] == rows
 
 
-def _require_factors(blocks: Sequence[BlockRange], numbers: str, tokens: int) -> None:
-    """Require that each basis and the factor after it have the rank of their format and sizes."""
-    for basis, factor in zip(blocks[::2], blocks[1::2], strict=True):
+def _require_factors(blocks: Mapping[str, BlockRange], numbers: str, tokens: int) -> None:
+    """Require that each basis and its factor have the rank of their format and sizes."""
+    for basis in [block for name, block in blocks.items() if name.endswith(".basis")]:
+        factor = blocks[basis.name.removesuffix(".basis")]
         rank = effective_rank(numbers, tokens, math.prod(basis.shape[1:]))
         _require(basis.shape[0] == rank == factor.shape[1] and basis.dtype.is_floating_point, "rank")
         _require(factor.dtype == basis.dtype, "rank")

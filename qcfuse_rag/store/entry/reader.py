@@ -186,11 +186,9 @@ def open_chunk(entry: EntryBytes, cipher: StoreCipher | None = None) -> tuple[He
         header.layers,
         header.dtype,
         header.numbers,
-        header.probe_layers,
         header.expires,
         StoredBlocks(entry, header, entry_cipher),
-        header.context,
-        header.facts,
+        header.notes,
         header.extras,
     )
     return header, chunk

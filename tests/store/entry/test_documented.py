@@ -25,9 +25,7 @@ def fixed_chunk() -> ChunkKV:
     keys = [torch.arange(2 * 130 * 4, dtype=torch.float32).reshape(2, 130, 4) + layer for layer in range(2)]
     values = [-key[..., :3] for key in keys]
     ranking = torch.arange(130).flip(0).expand(2, 130)
-    return ChunkKV.of(
-        [key.to(torch.bfloat16) for key in keys], [v.to(torch.bfloat16) for v in values], ranking, probe_layers=(1,)
-    )
+    return ChunkKV.of([key.to(torch.bfloat16) for key in keys], [v.to(torch.bfloat16) for v in values], ranking)
 
 
 def test_the_preamble_is_laid_out_as_documented() -> None:

@@ -17,7 +17,7 @@ from llama_index.llms.qcfuse.base import QCFuseLLM
 from llama_index.llms.qcfuse.nodes import passage_of, source_of, text_of, warn_of_windows
 from qcfuse_rag import QCFuseError
 from qcfuse_rag.integrations import warm_passages, warn_not_stored
-from qcfuse_rag.store.prefill_base import BASES
+from qcfuse_rag.methods import all_bases, find_base
 
 
 class QCFuseVectorStore(BasePydanticVectorStore):
@@ -185,7 +185,9 @@ class QCFuseVectorStore(BasePydanticVectorStore):
     def _forget_nodes(self, nodes: Sequence[BaseNode]) -> None:
         engine = self.llm.engine
         for node in nodes:
-            keys = engine.corpus.keys(engine.prompts.chunk_ids(text_of(node, self.target_metadata_key)), BASES.values())
+            keys = engine.corpus.keys(
+                engine.prompts.chunk_ids(text_of(node, self.target_metadata_key)), map(find_base, all_bases())
+            )
             engine.corpus.open_sources().remove(source_of(node), keys)
 
     def _forget(self, sources: Iterable[str]) -> None:

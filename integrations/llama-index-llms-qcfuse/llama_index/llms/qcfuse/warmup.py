@@ -16,7 +16,7 @@ from llama_index.llms.qcfuse.nodes import passage_of, warn_of_windows
 from llama_index.llms.qcfuse.settings import without_class_name
 from qcfuse_rag import WarmSummary
 from qcfuse_rag.integrations import warm_passages, warn_not_stored
-from qcfuse_rag.store.prefill_base import BASES, unknown_base
+from qcfuse_rag.methods import find_base, unknown_base
 
 
 class QCFuseWarmup(TransformComponent):
@@ -108,7 +108,7 @@ class QCFuseWarmup(TransformComponent):
             self.llm.engine,
             [passage_of(node, self.target_metadata_key) for node in nodes],
             access_key=self.access_key,
-            bases=[BASES[name] for name in self.bases] if self.bases else None,
+            bases=[find_base(name) for name in self.bases] if self.bases else None,
             vectors=np.array(embeddings, np.float32) if embeddings and len(embeddings) == len(nodes) else None,
             progress=self._progress,
             show_progress=self.show_progress,

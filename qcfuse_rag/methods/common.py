@@ -1,18 +1,110 @@
-"""The distance of stored keys and values from those computed in this prompt: the score of CacheBlend and others."""
+"""Parts that several methods share: selectors, a ranking, and the distance of stored from fresh keys and values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fusion.state import FusedPrompt
+from qcfuse_rag.fusion.selectors import Selection, candidate_positions
+from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
+from qcfuse_rag.ingestion.prefill import SINKS
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.layer_hooks import HookedPass
+from qcfuse_rag.runtime.layer_hooks import HookedPass, LayerHook
 from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.store.chunk import ChunkKV
+
+DEMAND = "demand"
+
+
+@dataclass(frozen=True, slots=True)
+class AllTokens:
+    """Begin with every token, for passes that drop rows between layers."""
+
+    def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
+        """Return all positions."""
+        return Selection(candidate_positions(candidates))
+
+
+@dataclass(frozen=True, slots=True)
+class TopPerChunk:
+    """The best tokens of every chunk, each chunk with a share of the budget.
+
+    The share is proportional to the chunk's demand (see `with_demand`) times its length, or to its length alone where
+    no demand is known.
+
+    Attributes:
+        by_demand: recompute `ceil(demand * n_tokens)` tokens of each chunk, instead of splitting a budget.
+    """
+
+    by_demand: bool = False
+
+    def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
+        """Return the best positions of every chunk."""
+        assert scores is not None
+        total = scores.mean
+        chosen = []
+        for placed, count in zip(candidates, self._counts(candidates, budget), strict=True):
+            best = total[placed.span.start : placed.span.stop].topk(count).indices
+            chosen.append(best.sort().values + placed.span.start)
+        return Selection(torch.cat(chosen)) if chosen else Selection.none()
+
+    def _counts(self, candidates: list[PlacedChunk], budget: int) -> list[int]:
+        lengths = [len(placed.span) for placed in candidates]
+        demands = [float(placed.chunk.notes.get(DEMAND, 1.0)) for placed in candidates]
+        if self.by_demand:
+            return [min(n, math.ceil(demand * n)) for n, demand in zip(lengths, demands, strict=True)]
+        wanted = [max(demand, 1e-6) * n for n, demand in zip(lengths, demands, strict=True)]
+        return split_budget(budget, wanted, lengths)
+
+
+def with_demand(chunk: ChunkKV, demand: float) -> ChunkKV:
+    """Return a chunk to place that says which share of its tokens ought to be recomputed."""
+    return replace(chunk, notes={**chunk.notes, DEMAND: demand})
+
+
+def split_budget(budget: int, wanted: list[float], most: list[int]) -> list[int]:
+    """Split a budget in proportion to weights, each share within its own limit.
+
+    Args:
+        budget: the sum to split.
+        wanted: weights, above 0.
+        most: the largest share of each.
+
+    Returns:
+        Whole shares that add up to the budget, or to the sum of the limits if that is less.
+    """
+    shares = [0] * len(wanted)
+    left = min(budget, sum(most))
+    while left > 0:
+        open_ = [i for i in range(len(wanted)) if shares[i] < most[i]]
+        total = sum(wanted[i] for i in open_)
+        exact = {i: left * wanted[i] / total for i in open_}
+        given = {i: min(most[i] - shares[i], int(exact[i])) for i in open_}
+        if not any(given.values()):  # only fractions are left: 1 each to the largest
+            first = sorted(open_, key=lambda i: -exact[i])[:left]
+            given = dict.fromkeys(first, 1)
+        for i, count in given.items():
+            shares[i] += count
+            left -= count
+    return shares
+
+
+def order_by_key_norm(keys: Sequence[Tensor]) -> Tensor:
+    """Rank tokens by rising mean norm of their keys, after the first four; `[n_layers, n_tokens]` int32.
+
+    Args:
+        keys: per layer `[Hkv, n_tokens, D]`, rotated or not.
+    """
+    norms = torch.stack([layer.float().norm(dim=-1).mean(0) for layer in keys])
+    norms[:, :SINKS] = -torch.inf
+    return norms.argsort(dim=1, stable=True).to(torch.int32)
+
 
 Measure = Literal["key", "value", "key and value"]
 
@@ -36,8 +128,8 @@ def deviation(
     return torch.stack(parts).sum(0)
 
 
-@dataclass(slots=True, eq=False)
-class DeviationWatch:
+@dataclass(eq=False)
+class DeviationWatch(LayerHook):
     """A layer hook that keeps one layer's stored keys and values and measures their distance from the fresh ones.
 
     Attributes:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import ProfileError
-from qcfuse_rag.runtime.language_model import LanguageModel
-
-FORMAT = "qcfuse-profile-1"
-MAKE_AGAIN = "make it again with `python -m benchmarks profile`"
+from qcfuse_rag.methods.qcfuse.layers import FORMAT, MAKE_AGAIN
 
 Labels = Literal["answers", "leave-one-out"]
 """How the evidence was found: by known answers, or by the passage that the model's own answer depends on."""
@@ -22,17 +18,17 @@ Labels = Literal["answers", "leave-one-out"]
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """The layers of a model that attend to the answer.
+    """The measured layers of a model that attend to the answer.
 
     Attributes:
         model: the user's name for the model; for reports only.
         fingerprint: fields of the model's `Fingerprint`; the profile is valid for this model only.
         layers: ascending indices of the critical layers.
-        recall: for each layer of the model the mean Recall@10 %, 0 to 1; see `evaluation.profile.measure`.
+        recall: for each layer of the model the mean Recall@10 %, 0 to 1.
         labels: how the evidence was found.
         samples: number of questions that the means are over.
         skipped: number of questions that could not be used, by reason.
-        depth_penalty: the `depth_penalty` of `choose_layers` that the layers were chosen with.
+        depth_penalty: subtracted from a layer's recall, times its index over the number of layers, to choose layers.
 
     Raises:
         ValueError: if a field is not valid.
@@ -64,15 +60,6 @@ class LayerProfile:
             f"layers must be ascending indices of the {len(self.recall)} layers",
         )
 
-    def mismatch(self, lm: LanguageModel) -> str | None:
-        """Return why this profile does not belong to a model, or None if it does."""
-        differing = lm.fingerprint.differences(dict(self.fingerprint))
-        if differing:
-            return f"it is of another model ({self.model or 'without a name'}): {', '.join(differing)} differ"
-        if len(self.recall) != lm.n_layers:
-            return f"it has {len(self.recall)} layers and the model {lm.n_layers}"
-        return None
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return {"format": FORMAT, **asdict(self), "layers": list(self.layers), "recall": list(self.recall)}
@@ -101,8 +88,6 @@ class LayerProfile:
         """
         try:
             return cls.from_dict(json.loads(Path(path).expanduser().read_text("utf-8")))
-        except FileNotFoundError as error:
-            raise ProfileError(f"there is no profile at {path}; `python -m benchmarks profile` makes one") from error
         except (OSError, ValueError, RecursionError) as error:
             raise ProfileError(f"cannot read the profile {path} ({error}); {MAKE_AGAIN}") from error
 
@@ -118,27 +103,6 @@ class LayerProfile:
             raise ProfileError(f"cannot write {path} ({error}); name another path") from error
 
 
-def choose_layers(recall: Sequence[float], count: int, depth_penalty: float = 0.0) -> tuple[int, ...]:
-    """Return the layers of highest recall minus a penalty for depth; of equal layers, the earlier.
-
-    Args:
-        recall: each layer's recall, 0 to 1.
-        count: number of layers to choose.
-        depth_penalty: subtracted from a layer's recall after multiplication by the layer's index over the number of
-            layers. A probe runs up to its last layer, so shallow layers are cheaper.
-
-    Raises:
-        ValueError: if the model has fewer layers, or the penalty is negative.
-    """
-    if not 1 <= count <= len(recall):
-        raise ValueError(f"the model has {len(recall)} layers; choose 1 to {len(recall)} of them, not {count}")
-    if depth_penalty < 0:
-        raise ValueError(f"the depth penalty must not be negative, got {depth_penalty}")
-    penalized = [value - depth_penalty * layer / len(recall) for layer, value in enumerate(recall)]
-    best = sorted(range(len(recall)), key=lambda layer: -penalized[layer])
-    return tuple(sorted(best[:count]))
-
-
 def _is_number(value: object) -> bool:
     return type(value) in (int, float) and value == value and abs(value) != float("inf")  # type: ignore[arg-type]
 
@@ -150,54 +114,3 @@ def _maps_strings_to(value: object, kind: type) -> bool:
 def _check(condition: bool, problem: str) -> None:
     if not condition:
         raise ValueError(problem)
-
-
-PROFILE_FILE = "profile.json"
-"""File name of a profile in the folder of a store."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerProfileLookup:
-    """The result of looking for a profile.
-
-    Attributes:
-        profile: the profile to use, or None.
-        ignored: why an existing profile is not used, or None.
-    """
-
-    profile: LayerProfile | None = None
-    ignored: str | None = None
-
-    def applied(self, lm: LanguageModel) -> LanguageModel:
-        """Return the model with the profile's critical layers, or unchanged without a profile; weights are shared."""
-        return lm if self.profile is None else replace(lm, critical_layers=self.profile.layers)
-
-
-def find_profile(lm: LanguageModel, path: str | Path | None, folder: Path | None) -> LayerProfileLookup:
-    """Find a model's profile.
-
-    Args:
-        lm: the model.
-        path: a file that must hold this model's profile, or None.
-        folder: a store's folder, which may hold a profile. If that profile is of another model or cannot be read, the
-            model keeps its layers and the reason is returned.
-
-    Raises:
-        ProfileError: if the profile at `path` is of another model or cannot be read.
-    """
-    if path is not None:
-        profile = LayerProfile.load(path)
-        mismatch = profile.mismatch(lm)
-        if mismatch is not None:
-            raise ProfileError(f"the profile {path} is not of this model: {mismatch}; {MAKE_AGAIN}")
-        return LayerProfileLookup(profile)
-    if folder is None or not os.path.exists(folder / PROFILE_FILE):
-        return LayerProfileLookup()
-    try:
-        profile = LayerProfile.load(folder / PROFILE_FILE)
-    except ProfileError as error:
-        return LayerProfileLookup(ignored=str(error))
-    mismatch = profile.mismatch(lm)
-    if mismatch is not None:
-        return LayerProfileLookup(ignored=f"the profile {folder / PROFILE_FILE} is not used: {mismatch}; {MAKE_AGAIN}")
-    return LayerProfileLookup(profile)

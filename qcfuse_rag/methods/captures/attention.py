@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from qcfuse_rag.methods.captures.slots import Slot, context_of, fact, kendall_distance
 from qcfuse_rag.runtime.reference_attention import attention_scores
 from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.context_distance import kendall_distance
-from qcfuse_rag.store.variant_slots import Slot
 
 MAX_SCORE_BYTES = 256 << 20
 
@@ -70,7 +69,7 @@ class ContextAttention:
             earlier = torch.arange(chunks, device=key.device)[None, :] < self._chunk[rows, None]
             self.tokens[rows] += (to_chunks * earlier).sum(1) / self._n_layers
 
-    def facts(self, index: int) -> dict[str, tuple[float, ...]]:
+    def facts(self, index: int) -> dict[str, list[float]]:
         """Return a chunk's statistics for the store.
 
         Args:
@@ -85,7 +84,7 @@ class ContextAttention:
         between = float((inter / (length * self._lengths[:index])).sum(1).mean())
         within = float(intra.mean()) / length**2
         impact = 1 / (1 + math.exp(-min(between / within, 700.0))) if within > 0 else 1.0
-        return {"cci": (impact,), "inter": tuple(inter.mean(0).tolist())}
+        return {"cci": [impact], "inter": inter.mean(0).tolist()}
 
 
 NO_IMPACT = 0.5
@@ -115,12 +114,12 @@ def prefix_overlap(then: Sequence[str], masses: Sequence[float], now: Sequence[s
 
 def context_impact(chunk: ChunkKV) -> float:
     """Return the cache context impact (CCI) of a captured chunk, in [0.5, 1]."""
-    return next(iter(chunk.facts.get("cci", ())), NO_IMPACT)
+    return next(iter(fact(chunk, "cci")), NO_IMPACT)
 
 
 def captured_overlap(chunk: ChunkKV, now: Sequence[str]) -> float:
     """Return `prefix_overlap` of a captured chunk's context and a new one."""
-    return prefix_overlap(chunk.context or (), chunk.facts.get("inter", ()), now)
+    return prefix_overlap(context_of(chunk) or (), fact(chunk, "inter"), now)
 
 
 def expected_overhead(chunk: ChunkKV, contexts: Sequence[Sequence[str]]) -> float:
@@ -130,7 +129,7 @@ def expected_overhead(chunk: ChunkKV, contexts: Sequence[Sequence[str]]) -> floa
         chunk: the captured chunk.
         contexts: contexts that the same text was captured in, a sample of future ones. Its own context counts once.
     """
-    others = [context for context in contexts if tuple(context) != chunk.context]
+    others = [context for context in contexts if tuple(context) != context_of(chunk)]
     missing = sum(1 - captured_overlap(chunk, context) for context in others)
     return context_impact(chunk) * missing / (1 + len(others))
 

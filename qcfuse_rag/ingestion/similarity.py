@@ -1,7 +1,4 @@
-"""Find the chunks that a chunk is likely to be retrieved with; enriched caches are made from them.
-
-Any source works: vectors of an embedding index, edges of a graph, or past retrievals.
-"""
+"""Find the chunks that a chunk is likely to be retrieved with, by vectors of an index or the model's own."""
 
 from __future__ import annotations
 
@@ -45,14 +42,6 @@ def nearest_chunks(
     return neighbours
 
 
-def permitted_neighbours(neighbours: Sequence[Sequence[int]], readers: Sequence[frozenset[str]]) -> list[list[int]]:
-    """Remove neighbours that some readers of a chunk must not read, see `store.documents.acl`."""
-    return [
-        [neighbour for neighbour in related if may_be_built_on(readers[index], readers[neighbour])]
-        for index, related in enumerate(neighbours)
-    ]
-
-
 def _denied_pairs(readers: Sequence[frozenset[str]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """Group chunks by their readers.
 
@@ -63,47 +52,6 @@ def _denied_pairs(readers: Sequence[frozenset[str]]) -> tuple[NDArray[np.bool_],
     denied = np.array([[not may_be_built_on(group, other) for other in groups] for group in groups], dtype=np.bool_)
     number = {group: index for index, group in enumerate(groups)}
     return denied, np.array([number[group] for group in readers], dtype=np.int64)
-
-
-def retrieved_together(retrievals: Sequence[Sequence[int]], chunks: int, n: int) -> list[list[int]]:
-    """Return the chunks that each chunk was retrieved with, the most frequent first.
-
-    Args:
-        retrievals: indices of the chunks of each past retrieval.
-        chunks: number of chunks.
-        n: most chunks to return for each.
-    """
-    counts: list[Counter[int]] = [Counter() for _ in range(chunks)]
-    for retrieval in retrievals:
-        for index in retrieval:
-            counts[index].update(other for other in set(retrieval) if other != index)
-    return [
-        [other for other, _ in sorted(counter.items(), key=lambda pair: (-pair[1], pair[0]))[:n]] for counter in counts
-    ]
-
-
-def merge_rankings(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]], n: int) -> list[list[int]]:
-    """Return each chunk's neighbours from a first ranking, filled up to `n` from a second one."""
-    return [list(dict.fromkeys((*best, *rest)))[:n] for best, rest in zip(first, second, strict=True)]
-
-
-def covering_groups(neighbours: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Return groups of related chunks in which every chunk follows others at least once.
-
-    These are the groups to capture (see `ingestion.capture`) before any retrieval is known. A chunk that no group
-    contains yet is the last of a new group, behind its nearest neighbours.
-
-    Args:
-        neighbours: the neighbours of each chunk, best first.
-        size: most chunks in a group.
-    """
-    groups: list[list[int]] = []
-    covered: set[int] = set()
-    for chunk, related in enumerate(neighbours):
-        if chunk not in covered and related:
-            groups.append([*related[: size - 1], chunk])
-            covered.update(groups[-1][1:])
-    return groups
 
 
 @torch.inference_mode()

@@ -1,0 +1,174 @@
+"""Group a job's chunks into batches of similar length, and prefill them, in the job's own process or in a worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from qcfuse_rag.ingestion.extension import ComputedBase, EntryPlan
+from qcfuse_rag.ingestion.prefill import Ranker, instruction_ids, prefill_chunk, prefill_chunks
+from qcfuse_rag.ingestion.target import Batch, PendingChunk, PrefillTarget
+from qcfuse_rag.store.backends.base import check_entry
+from qcfuse_rag.store.chunk import ChunkKV, to_store_format
+from qcfuse_rag.store.prefill_base import BLIND, Base
+from qcfuse_rag.store.quantization import LOSSLESS
+
+Item = TypeVar("Item")
+
+BATCHES_PER_GROUP = 32
+FULL_ENOUGH = 4
+"""A batch of 1 / FULL_ENOUGH of the token limit uses the device well: it takes no item that needs much padding."""
+TOO_SHORT = 0.9
+"""An item shorter than this share of the batch's longest item needs much padding."""
+COPIES_PER_TOKEN = 4
+"""Tokens of a primer that count as one token of a batch: their copies take memory, but are not computed."""
+
+
+def plan_batches(
+    work: Sequence[PendingChunk],
+    *,
+    batch_tokens: int,
+    extra: int,
+    primer_tokens: int = 0,
+    plans: Mapping[Base, EntryPlan] | None = None,
+) -> Iterator[Batch]:
+    """Yield batches of chunks, those of derived bases last.
+
+    Args:
+        work: chunks to prefill, the most wanted first.
+        batch_tokens: token limit of a batch.
+        extra: tokens that every chunk needs besides its own, such as the ranking instruction.
+        primer_tokens: tokens of the primer, which is copied in front of every chunk of a primed base.
+        plans: how the entries of derived bases are made.
+    """
+    for base in sorted(dict.fromkeys(chunk.base for chunk in work), key=lambda base: base.derived):
+        plan = (plans or {}).get(base)
+        groups: dict[int, list[PendingChunk]] = {}  # by the number of tokens in front, which a batch shares
+        for chunk in work:
+            if chunk.base == base:
+                groups.setdefault(0 if plan is None else plan.tokens_in_front(chunk), []).append(chunk)
+        for tokens, group in groups.items():
+            in_front = tokens + (primer_tokens // COPIES_PER_TOKEN if base.primed else 0)
+            for batch in batches_by_length(
+                group, lambda chunk: len(chunk.ids), batch_tokens=batch_tokens, extra=extra + in_front
+            ):
+                origins = () if plan is None else tuple(map(plan.origins, batch))
+                yield Batch(base, tuple(tuple(chunk.ids) for chunk in batch), origins, tokens)
+
+
+def batches_by_length(
+    items: Sequence[Item], length: Callable[[Item], int], *, batch_tokens: int, extra: int = 0
+) -> Iterator[list[Item]]:
+    """Cut a sequence into batches of at most `batch_tokens` tokens, padding included.
+
+    The order is kept roughly: items are sorted by length within groups of about 32 batches. The first items of the
+    sequence are done first, and little padding is computed.
+
+    Args:
+        items: items in order of importance.
+        length: returns the number of tokens of an item.
+        batch_tokens: token limit of a batch; a longer item is a batch of its own.
+        extra: tokens that every item needs besides its own.
+    """
+    buffered: list[Item] = []
+    tokens = 0
+    for item in items:
+        buffered.append(item)
+        tokens += length(item) + extra
+        if tokens >= BATCHES_PER_GROUP * batch_tokens:
+            yield from _cut(buffered, length, batch_tokens, extra)
+            buffered, tokens = [], 0
+    yield from _cut(buffered, length, batch_tokens, extra)
+
+
+def _cut(buffered: list[Item], length: Callable[[Item], int], batch_tokens: int, extra: int) -> Iterator[list[Item]]:
+    batch: list[Item] = []
+    for item in sorted(buffered, key=length, reverse=True):  # the first item of a batch is its longest
+        if batch:
+            longest = length(batch[0])
+            full = (len(batch) + 1) * (longest + extra) > batch_tokens
+            enough = len(batch) * (longest + extra) >= batch_tokens // FULL_ENOUGH
+            if full or (enough and length(item) < TOO_SHORT * longest):
+                yield batch
+                batch = []
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """The size of a stored batch.
+
+    Attributes:
+        chunks: chunks stored.
+        tokens: tokens stored.
+        computed_tokens: tokens computed for them, ranking instruction and padding included.
+        size_bytes: bytes of keys and values in the store's format.
+    """
+
+    chunks: int
+    tokens: int
+    computed_tokens: int
+    size_bytes: int
+
+
+def store_batch(target: PrefillTarget, batch: Batch, system_prefix: ChunkKV | None) -> BatchResult:
+    """Compute a batch behind the result of `system_prefix` and store it.
+
+    Raises:
+        StoreError: if the store cannot be written.
+    """
+    started = time.perf_counter()
+    chunks, size = compute_batch(target, batch, system_prefix), 0
+    ms_per_token = 1000 * (time.perf_counter() - started) / batch.tokens
+    for ids, chunk in zip(batch.chunks, chunks, strict=True):
+        converted = to_store_format(chunk, target.store.numbers)
+        target.store.put(target.key(batch.base, ids), converted, saved_ms=ms_per_token * len(ids))
+        size += converted.nbytes
+    computed = len(chunks) * (max(map(len, batch.chunks)) + len(instruction_ids(target.lm.tokenizer)))
+    return BatchResult(len(chunks), batch.tokens, computed, size)
+
+
+def compute_batch(target: PrefillTarget, batch: Batch, system_prefix: ChunkKV | None) -> list[ChunkKV]:
+    """Return the keys and values of a batch's chunks, under any base."""
+    if isinstance(batch.base, ComputedBase):
+        return batch.base.compute(target, batch, system_prefix)
+    return prefill_batch(target, batch, system_prefix)
+
+
+def prefill_batch(
+    target: PrefillTarget, batch: Batch, system_prefix: ChunkKV | None, ranker: Ranker | None = None
+) -> list[ChunkKV]:
+    """Return the keys and values of a batch's chunks behind the text of their base, which is the same for all."""
+    base, prefix = batch.base, system_prefix
+    if base.primed:
+        prefix = target.primed_prefix
+    elif not base.after_prefix:
+        ids = base.prefix(target.prefix_ids)
+        prefix = prefill_chunk(target.lm, ids) if ids else None
+    return prefill_chunks(target.lm, batch.chunks, prefix=prefix, ranker=ranker)
+
+
+def system_prefix(target: PrefillTarget, *, store: bool = True) -> ChunkKV | None:
+    """Return the exact keys and values of the system prefix, or None if the prompt has none.
+
+    A quantized copy is not used: chunks would then depend on whether the prefix was stored before them.
+
+    Args:
+        target: the model, the store and the system prefix.
+        store: store the prefix if it had to be computed.
+    """
+    if not target.prefix_ids:
+        return None
+    key = target.key(BLIND, target.prefix_ids)
+    stored = target.store.get(key)
+    if isinstance(stored, ChunkKV) and stored.numbers == LOSSLESS and check_entry(target.store, key, stored) is None:
+        return stored
+    started = time.perf_counter()
+    computed = prefill_chunk(target.lm, target.prefix_ids)
+    if store and key not in target.store:
+        target.store.put(key, computed, saved_ms=1000 * (time.perf_counter() - started))
+    return computed
