@@ -45,9 +45,8 @@ class QuestionProbe:
     """Run the question's rows through the first layers; a reused token's score is their attention to it.
 
     Attributes:
-        layers: the layers whose attention counts: `all`, `upper` (the second half), `third_quarter`, `last`, or indices.
-            The pass stops after the last of them; caches of
-            later layers load while the rows are recomputed.
+        layers: the layers whose attention counts: `all`, `upper` (the second half), `third_quarter`, `last`, or
+            indices. The pass stops after the last of them; caches of later layers load while the rows are recomputed.
         anchor_ratio: the share of each chunk's tokens that the question's rows attend to, by importance; 1 is all of
             them, 0 none. All tokens are scored in either case.
         reduce: over the question's rows and the heads: `mean`, or `max`.

@@ -58,13 +58,7 @@ class GradualFilter:
 
 @dataclass(eq=False)
 class GradualFilterPass(LayerHook):
-    """The hook of one pass.
-
-    Attributes:
-        candidates: `[N]` positions that may be dropped.
-        measure: the deviation of keys, values or both.
-        counts: number of candidates that each layer computes; other layers compute all that are left.
-    """
+    """The hook of one pass; `counts` are the candidates that a layer computes, and others compute all that are left."""
 
     candidates: Tensor
     measure: Measure

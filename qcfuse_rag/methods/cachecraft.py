@@ -135,15 +135,7 @@ class FocusedChunks:
 
 @dataclass(eq=False)
 class FocusedChunksPass(LayerHook):
-    """The hook of one pass.
-
-    Attributes:
-        chunks: all passages of the prompt.
-        question: `[Q]` positions of the question's rows.
-        recomputed: `[S]` positions of reused tokens that are recomputed.
-        last: the last layer whose attention is measured.
-        share: see `FocusedChunks`.
-    """
+    """The hook of one pass: `[Q]` positions of the question, `[S]` recomputed ones, and the last layer measured."""
 
     chunks: tuple[Span, ...]
     question: Tensor

@@ -69,15 +69,9 @@ def with_demand(chunk: ChunkKV, demand: float) -> ChunkKV:
 
 
 def split_budget(budget: int, wanted: list[float], most: list[int]) -> list[int]:
-    """Split a budget in proportion to weights, each share within its own limit.
+    """Split a budget in proportion to weights above 0, each share within its own limit.
 
-    Args:
-        budget: the sum to split.
-        wanted: weights, above 0.
-        most: the largest share of each.
-
-    Returns:
-        Whole shares that add up to the budget, or to the sum of the limits if that is less.
+    The whole shares add up to the budget, or to the sum of the limits if that is less.
     """
     shares = [0] * len(wanted)
     left = min(budget, sum(most))
@@ -112,15 +106,9 @@ Measure = Literal["key", "value", "key and value"]
 def deviation(
     fresh: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], measure: Measure = "key and value"
 ) -> Tensor:
-    """Return the squared distance of keys, values or both, summed over heads and channels.
+    """Return `[R]` float32, the squared distance of keys, values or both, summed over heads and channels.
 
-    Args:
-        fresh: keys and values `[1, Hkv, R, D]`, computed in the prompt.
-        stored: the same rows' as they were stored, keys rotated to the same positions.
-        measure: keys, values or both.
-
-    Returns:
-        `[R]` float32.
+    Fresh and stored are keys and values `[1, Hkv, R, D]`, keys rotated to the same positions.
     """
     kinds = zip(("key", "value"), fresh, stored, strict=True)
     pairs = [(new, old) for kind, new, old in kinds if kind in measure]
@@ -130,13 +118,7 @@ def deviation(
 
 @dataclass(eq=False)
 class DeviationWatch(LayerHook):
-    """A layer hook that keeps one layer's stored keys and values and measures their distance from the fresh ones.
-
-    Attributes:
-        layer: the layer.
-        measure: keys, values or both.
-        distance: `[R]` float32, set by the pass.
-    """
+    """A layer hook that sets the `[R]` distance of one layer's stored keys and values from the fresh ones."""
 
     layer: int
     measure: Measure

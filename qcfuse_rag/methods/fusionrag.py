@@ -101,14 +101,7 @@ ENRICHED = EnrichedBase("enriched", after_prefix=True, derived=True)
 
 
 class NeighbourPlan:
-    """The neighbours that stand in front of each enriched chunk of a job.
-
-    Args:
-        target: the model and the system prefix.
-        pool: token ids of the job's chunks and of other passages.
-        neighbours: for each chunk the indices of related ones, most related first.
-        writer: knows what stored entries were made from; None knows nothing.
-    """
+    """The neighbours in front of each enriched chunk of a job, as indices of the job's chunks and other passages."""
 
     def __init__(
         self,
@@ -152,12 +145,7 @@ class NeighbourPlan:
 
 @dataclass(frozen=True, slots=True)
 class NeighbourPrefix:
-    """The prefix of an enriched chunk.
-
-    Attributes:
-        neighbours: number of neighbours in it, from the best.
-        length: tokens of the system prefix and of these neighbours, the last one cut at its end.
-    """
+    """How many neighbours are in front of a chunk, and the tokens of system prefix and neighbours, the last one cut."""
 
     neighbours: int
     length: int
@@ -166,14 +154,7 @@ class NeighbourPrefix:
 def fit_neighbours(
     n_tokens: int, prefix_tokens: int, neighbour_tokens: Sequence[int], context_tokens: int
 ) -> NeighbourPrefix:
-    """Choose how many neighbours stand in front of a chunk, and the length of its prefix.
-
-    Args:
-        n_tokens: tokens of the chunk and of the ranking instruction behind it.
-        prefix_tokens: tokens of the system prefix.
-        neighbour_tokens: tokens of each neighbour, most related first; the last ones are left out if they do not fit.
-        context_tokens: the model's context window in tokens.
-    """
+    """Choose how many neighbours stand in front of a chunk and its instruction: as many as fit the context window."""
     total, count = 0, 0
     for tokens in neighbour_tokens:
         if prefix_tokens + total + tokens + n_tokens > context_tokens:

@@ -101,13 +101,7 @@ class NestedPasses:
 
 @dataclass(eq=False)
 class NestedRows(LayerHook):
-    """The hook of one pass, which ends rows.
-
-    Attributes:
-        positions: `[S]` int64 ascending, the rows that end.
-        until: `[S]` int64, the last layer that each is computed in; -1 for none.
-        chosen: the rows that count as recomputed.
-    """
+    """The hook of one pass, which ends rows `[S]` behind the last layer that each is computed in; -1 for none."""
 
     positions: Tensor
     until: Tensor

@@ -125,15 +125,7 @@ class RelayRecompute:
 
 @dataclass(eq=False)
 class RelayRecomputePass(LayerHook):
-    """The hook of one pass.
-
-    Attributes:
-        candidates: `[N]` positions of all reused tokens that may deviate.
-        settings: the thresholds.
-        layers: the layers to recompute.
-        budget: number of tokens to choose; None chooses the tokens above the thresholds.
-        chosen: `[S]` positions; None before detection.
-    """
+    """The hook of one pass over `candidates`; without a budget it chooses the tokens above the thresholds."""
 
     candidates: Tensor
     settings: RelayRecompute
@@ -218,13 +210,9 @@ UNSTABLE_TOKENS = 2
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """The outcome of storing an answer.
+    """The outcome of storing an answer: its key and tokens, or the reason why it was not stored.
 
-    Attributes:
-        key: the key of its entry; None if it was not stored.
-        tokens: number of stored tokens.
-        computed: number of stored tokens that decoding had not computed: the last, and those the template adds.
-        reason: why it was not stored; None if it was.
+    Of the tokens, decoding had not computed the last, and those the template adds: `computed`.
     """
 
     key: ChunkKey | None
@@ -310,10 +298,7 @@ def _store(writer: EntryWriter, prefilled: Prefilled, generated: tuple[int, ...]
 
 
 def _copy_buffer(lm: LanguageModel, buffer: KVBuffer, filled: int, capacity: int) -> KVBuffer:
-    """Return a copy with memory for `capacity` tokens and the first `filled` of them.
-
-    The original keeps the answer's tokens, at positions that are about to be computed for the passage.
-    """
+    """Return a copy with memory for `capacity` tokens and the first `filled` of them; the original keeps the answer."""
     copy = lm.empty_buffer(capacity)
     for target, source in zip((*copy.keys, *copy.values), (*buffer.keys, *buffer.values), strict=True):
         target[:, :, :filled] = source[:, :, :filled]

@@ -198,10 +198,11 @@ class Verdict:
 
 
 def method_digest(lm: LanguageModel, store: KVStore, method: Method) -> str:
-    """Return a digest of everything that a verdict depends on: parts, what a probe reads in the folder, quantization.
+    """Return a digest of all that a verdict depends on: the method's parts, a probe's file in the folder, quantization.
 
-    A method's parts are frozen dataclasses, so their `repr` contains everything else. The quantization is the store's. The guard does not count, since `verify` ignores it,
-    nor does the ratio of a `VerifiedRatio`, since the verdict chooses it.
+    A method's parts are frozen dataclasses, so their `repr` contains everything else. The quantization is the store's.
+    The guard does not count, since `verify` ignores it, nor does the ratio of a `VerifiedRatio`, since the verdict
+    chooses it.
     """
     if isinstance(method.budget, VerifiedRatio):
         method = replace(method, budget=VerifiedRatio(0.0))

@@ -17,15 +17,10 @@ MAX_SCORE_BYTES = 256 << 20
 
 
 class ContextAttention:
-    """Sum the attention between chunks, observed in one pass over all rows of a prompt.
+    """Sum the attention between chunks, which are adjacent, observed in one pass over all rows of a prompt.
 
     Weights are softmax weights over all earlier tokens, system prefix included, mean over heads. A learned attention
     sink (gpt-oss) is ignored. Scores are computed for a block of rows at a time.
-
-    Args:
-        n_layers: layers of the model.
-        spans: `(start, stop)` of each chunk, adjacent, in a prompt computed from position 0.
-        device: device of the pass.
 
     Attributes:
         mass: `[n_layers, C, C]` float32. `mass[layer, i, j]`: total attention from the tokens of chunk i to the tokens
@@ -44,14 +39,7 @@ class ContextAttention:
         self.tokens = torch.zeros(self._stop - self._start, device=device)
 
     def observe(self, layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
-        """Sum one layer's attention; an `Observer` of `runtime.rows`.
-
-        Args:
-            layer: the layer.
-            query: `[1, Hq, T, D]` of all rows.
-            key: `[1, Hkv, T, D]`.
-            params: how the layer computes scores.
-        """
+        """Sum one layer's attention: query `[1, Hq, T, D]` of all rows, key `[1, Hkv, T, D]`."""
         chunks = len(self._lengths)
         member = torch.nn.functional.one_hot(self._chunk, chunks).to(torch.float32)
         step = max(1, MAX_SCORE_BYTES // (4 * query.shape[1] * self._stop))
@@ -70,14 +58,10 @@ class ContextAttention:
             self.tokens[rows] += (to_chunks * earlier).sum(1) / self._n_layers
 
     def facts(self, index: int) -> dict[str, list[float]]:
-        """Return a chunk's statistics for the store.
+        """Return the statistics of a chunk that has earlier ones.
 
-        Args:
-            index: index of the chunk, at least 1: the first one has no earlier chunk.
-
-        Returns:
-            `cci`: Cache-Craft's cache context impact in [0.5, 1], the weight of earlier chunks in its attention.
-            `inter`: attention to each earlier chunk, sum over tokens, mean over layers and heads.
+        `cci` is Cache-Craft's cache context impact in [0.5, 1], the weight of earlier chunks in its attention; `inter`
+        the attention to each earlier chunk, sum over tokens, mean over layers and heads.
         """
         inter, intra = self.mass[:, index, :index], self.mass[:, index, index]
         length = float(self._lengths[index])
@@ -95,15 +79,12 @@ def prefix_overlap(then: Sequence[str], masses: Sequence[float], now: Sequence[s
     """Return Cache-Craft's adjusted prefix overlap `beta' = beta * (1 - gamma)`.
 
     `beta` is the share of the attention to earlier chunks that went to chunks which are before it now too; 1 if there
-    was no such attention. `gamma` is the share of pairs of common chunks in reversed order.
+    was no such attention, 0 if it was not measured. `gamma` is the share of pairs of common chunks in reversed order.
 
     Args:
         then: hashes of the earlier chunks when it was captured, in order.
         masses: attention to each of them.
         now: hashes of the earlier chunks in the prompt.
-
-    Returns:
-        A fraction; 0 without measured masses.
     """
     if len(masses) != len(then) or not then:
         return 0.0
@@ -125,9 +106,7 @@ def captured_overlap(chunk: ChunkKV, now: Sequence[str]) -> float:
 def expected_overhead(chunk: ChunkKV, contexts: Sequence[Sequence[str]]) -> float:
     """Return the average share of a captured chunk to recompute at alpha 1: Cache-Craft's fragility.
 
-    Args:
-        chunk: the captured chunk.
-        contexts: contexts that the same text was captured in, a sample of future ones. Its own context counts once.
+    The contexts that the same text was captured in are a sample of future ones. Its own context counts once.
     """
     others = [context for context in contexts if tuple(context) != context_of(chunk)]
     missing = sum(1 - captured_overlap(chunk, context) for context in others)
@@ -140,11 +119,6 @@ def worth_by_savings(
     """Return a worth function that evicts the slot whose uses saved least: Cache-Craft's eviction within a chunk.
 
     Between chunks the policy `cost` of `store.backends.eviction` does the same, by the `saved_ms` of captures.
-
-    Args:
-        slots: all filled slots of one chunk.
-        uses: returns how often a slot was used.
-        context: context of the cache to store.
     """
     contexts = [*(slot.context for slot in slots), context]
     return lambda slot: uses(slot) * (1 - expected_overhead(slot.chunk, contexts))

@@ -193,18 +193,10 @@ class _CaptureJob:
 
 @torch.inference_mode()
 def capture_chunks(lm: LanguageModel, prefix_ids: Ids, chunks: Sequence[Ids]) -> list[ChunkKV]:
-    """Compute the system prefix and chunks in one exact pass; return the chunks from the second on.
+    """Compute the system prefix and chunks in one exact pass; return the chunks from the second on, keys unrotated.
 
-    Each result has its `context`, the facts `cci` and `inter` and the block `inter`, see `attention`. Tokens are ranked
-    as in `ingestion.prefill`, by an instruction behind the chunk in the same context.
-
-    Args:
-        lm: the model.
-        prefix_ids: token ids of the system prefix.
-        chunks: token ids of the chunks, in order, none empty. The framed base stores the first one.
-
-    Returns:
-        All chunks but the first, on the model's device, keys unrotated.
+    The framed base stores the first one. Each result has its `context`, the facts `cci` and `inter` and the block
+    `inter`, see `attention`. Tokens are ranked by an instruction behind the chunk in the same context.
 
     Raises:
         PromptTooLong: if system prefix and chunks exceed the context window.
@@ -280,11 +272,7 @@ def covering_groups(neighbours: Sequence[Sequence[int]], size: int) -> list[list
     """Return groups of related chunks in which every chunk follows others at least once.
 
     These are the groups to capture before any retrieval is known. A chunk that no group contains yet is the last of a
-    new group, behind its nearest neighbours.
-
-    Args:
-        neighbours: the neighbours of each chunk, best first.
-        size: most chunks in a group.
+    new group of at most `size`, behind its nearest neighbours.
     """
     groups: list[list[int]] = []
     covered: set[int] = set()

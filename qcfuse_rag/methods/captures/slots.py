@@ -56,14 +56,7 @@ def fact(chunk: ChunkKV, name: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """A slot with an entry.
-
-    Attributes:
-        number: of the slot.
-        key: of its entry.
-        chunk: the entry; blocks are unread where the store allows it.
-        context: the chunks it was prefilled behind.
-    """
+    """A slot with an entry, whose blocks are unread where the store allows it."""
 
     number: int
     key: ChunkKey
@@ -91,17 +84,9 @@ def filled_slots(
     prefix_ids: tuple[int, ...],
     ids: tuple[int, ...],
 ) -> list[Slot]:
-    """Return the slots of a chunk that have an entry, by number; this does not count as a use.
+    """Return which of so many slots of a chunk have an entry, by number; evictions leave gaps.
 
-    Reads headers only, except from a remote, which returns whole entries.
-
-    Args:
-        store: the store.
-        kind: `variant`, `difference` or `patch`.
-        slots: how many to try; evictions leave gaps.
-        fingerprint: of the model.
-        prefix_ids: token ids of the system prefix.
-        ids: the chunk's token ids.
+    This does not count as a use. It reads headers only, except from a remote, which returns whole entries.
     """
     filled = []
     for number in range(slots):
@@ -140,13 +125,7 @@ def _chunks_before(context: PlacementContext) -> list[tuple[int, ...]]:
 def slot_to_write(filled: Sequence[Slot], context: Context, slots: int, worth: Callable[[Slot], float]) -> int:
     """Return the number of the slot to write a cache to.
 
-    This is the slot with the same context, else the first free one, else the one with the least worth.
-
-    Args:
-        filled: from `filled_slots`.
-        context: of the cache.
-        slots: how many there are.
-        worth: of a filled slot; the first of equals is replaced.
+    This is the slot with the same context, else the first free one of `slots`, else the first with the least worth.
     """
     for slot in filled:
         if slot.context == context:
@@ -156,12 +135,7 @@ def slot_to_write(filled: Sequence[Slot], context: Context, slots: int, worth: C
 
 
 def worth_by_use(filled: Sequence[Slot], uses: Callable[[Slot], float]) -> Callable[[Slot], float]:
-    """Return a worth that replaces the least used of the five oldest slots, as KVCOMM does (arXiv 2510.12872).
-
-    Args:
-        filled: all filled slots of one chunk.
-        uses: how often a slot was used.
-    """
+    """Return a worth that replaces the least used of the five oldest slots, as KVCOMM does (arXiv 2510.12872)."""
     oldest = {slot.number for slot in sorted(filled, key=lambda slot: slot.turn)[:OLDEST]}
     return lambda slot: uses(slot) if slot.number in oldest else float("inf")
 
@@ -223,12 +197,9 @@ Weighted = tuple[float, ChunkKV]
 
 
 class SummedBlocks(Blocks):
-    """Blocks of a cache, in the model's dtype, with differences added when they are read; results are not kept.
+    """Blocks of a cache, in the model's dtype, with differences added when they are read, from `first_layer` on.
 
-    Args:
-        chunk: the cache, in any format.
-        differences: of the same tokens, unrotated like the cache, in any format.
-        first_layer: layers below it stay unchanged.
+    The cache and the differences are unrotated and in any format. Results are not kept.
     """
 
     def __init__(self, chunk: ChunkKV, differences: Sequence[Weighted], first_layer: int) -> None:

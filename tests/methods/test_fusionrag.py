@@ -304,3 +304,24 @@ def test_groups_to_capture_put_every_chunk_behind_others() -> None:
     assert all(len(set(group)) == 4 for group in groups)
     assert len(groups) < 40, "not a group for each"
     assert covering_groups([[]], 4) == []
+
+
+def test_a_forgotten_document_takes_along_the_enriched_caches_of_its_neighbours(engine: FusionEngine) -> None:
+    base = ENRICHED
+    engine.warm(PASSAGES, bases=[base], neighbours=[[1], [2], []], sources=["ferry", "paint", "mill"])
+    engine.forget("paint")
+    enriched = [engine.corpus.keys(engine.prompts.chunk_ids(text), [base])[0] in engine.store for text in PASSAGES]
+    framed = [engine.corpus.keys(engine.prompts.chunk_ids(text), [FRAMED])[0] in engine.store for text in PASSAGES]
+    assert enriched == [False, False, True], "the ferry's remembers the paint"
+    assert framed == [True, False, True]
+    left = [PASSAGES[0], PASSAGES[2]]
+    assert engine.warm(left, bases=[base], neighbours=[[1], []], sources=["ferry", "mill"]).warmed == 1
+    assert engine.corpus.open_sources().garbage.collect() == 0
+    engine.forget("mill")
+    assert len(list(engine.store.entries())) == 2, "the system prefix and the ferry's framed cache"
+
+
+def test_a_changed_document_does_too(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=[ENRICHED], neighbours=[[1], [2], []], sources=["ferry", "paint", "mill"])
+    engine.warm(["The paint is blue."], sources=["paint"], bases=[ENRICHED], neighbours=[[]])
+    assert engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[0]), [ENRICHED])[0] not in engine.store
