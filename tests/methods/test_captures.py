@@ -85,9 +85,9 @@ def test_captured_passages_are_those_of_the_models_own_forward(family: LanguageM
     engine = make_engine(family, MemoryStore())
     prompt = engine.prompt(QUESTION, PASSAGES)
     _, table = references.plain_forward(family, prompt.ids)
-    captured = captured(family, prompt)
-    assert len(captured) == len(PASSAGES) - 1
-    for span, chunk in zip(prompt.chunks[1:], captured, strict=True):
+    chunks = captured(family, prompt)
+    assert len(chunks) == len(PASSAGES) - 1
+    for span, chunk in zip(prompt.chunks[1:], chunks, strict=True):
         buffer = family.empty_buffer(len(prompt))
         copy_chunk(buffer, span.start, chunk)
         rotate_buffer(buffer, family.ropes, span.start, span.stop)

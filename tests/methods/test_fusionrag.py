@@ -1,4 +1,4 @@
-"""Prefill bases and token rankings, compared with the forward pass of transformers."""
+"""FusionRAG's enriched caches, other bases and rankings of methods, against the forward pass of transformers."""
 
 from __future__ import annotations
 
