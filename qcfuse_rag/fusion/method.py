@@ -52,6 +52,23 @@ class LayerHookFactory(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """How a method chooses tokens to recompute, in plain words.
+
+    Attributes:
+        reason: why it chose a token; completes the sentence "They were recomputed because ...".
+        score: the quantity that a token's score measures; None for methods without scores.
+    """
+
+    reason: str
+    score: str | None = None
+
+
+ATTENTION = "attention of the question"
+BY_ATTENTION = Choice("the question pays them more attention than the other tokens of the passages", ATTENTION)
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
     """The parts that decide what to reuse and what to recompute.
 
@@ -69,6 +86,7 @@ class Method:
         guard: decides when to compute everything instead; None never does.
         residuals: adds estimated corrections to the keys and values of passage tokens that are not recomputed, on a
             CPU; None does not. Methods with a layer hook are not corrected.
+        choice: how it chooses tokens, in plain words; None only says that it does.
     """
 
     name: str
@@ -82,6 +100,7 @@ class Method:
     layer_hook: LayerHookFactory | None = None
     guard: Guard | None = None
     residuals: ResidualKernel | None = None
+    choice: Choice | None = field(default=None, repr=False, compare=False)
 
     @property
     def bases(self) -> tuple[Base, ...]:

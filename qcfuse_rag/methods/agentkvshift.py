@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method, PassStart
-from qcfuse_rag.methods.common import DeviationProbe, TopPerChunk, stored_rows
+from qcfuse_rag.methods.common import BY_CHANGE, DeviationProbe, TopPerChunk, stored_rows
 from qcfuse_rag.models.rope import LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.layer_hooks import LayerHook
@@ -100,6 +100,7 @@ def agentkvshift(ratio: float = 0.1, base: Base = BLIND, keys: bool = True, valu
     return Method(
         "agentkvshift",
         base,
+        choice=BY_CHANGE,
         probe=DeviationProbe(layer=1, measure="key"),
         selector=TopPerChunk(),
         budget=FixedRatio(ratio),

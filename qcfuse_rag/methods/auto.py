@@ -6,7 +6,7 @@ from typing import Literal
 
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.guard import BreakEven
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import ATTENTION, Choice, Method
 from qcfuse_rag.fusion.probes import ProbeLayers, QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.runtime.residuals import ResidualKernel
@@ -14,6 +14,9 @@ from qcfuse_rag.store.prefill_base import FRAMED, PRIMED, Base
 
 DEFAULT_RATIO = 0.15
 """Share of the passage tokens that `auto` recomputes without a verdict beside the store."""
+
+
+CHOICE = Choice("the question and the text behind the passages pay them the most attention", ATTENTION)
 
 
 def auto(
@@ -48,6 +51,7 @@ def auto(
     return Method(
         "auto",
         base,
+        choice=CHOICE,
         fallbacks=(FRAMED,),
         exact_first=exact_first,
         probe=QuestionProbe(layers=layers, rows=rows, normalized=normalized),

@@ -12,7 +12,7 @@ from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method, PassStart
 from qcfuse_rag.fusion.selectors import TopTokens
-from qcfuse_rag.methods.common import AllTokens, DeviationProbe, Measure, deviation, stored_rows
+from qcfuse_rag.methods.common import BY_CHANGE, AllTokens, DeviationProbe, Measure, deviation, stored_rows
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.layer_hooks import LayerHook
 from qcfuse_rag.store.prefill_base import BLIND, Base
@@ -96,9 +96,14 @@ def cacheblend(
     """
     if variant == "paper":
         return Method(
-            "cacheblend", base, selector=AllTokens(), budget=FixedRatio(ratio), layer_hook=GradualFilter(layer)
+            "cacheblend",
+            base,
+            choice=BY_CHANGE,
+            selector=AllTokens(),
+            budget=FixedRatio(ratio),
+            layer_hook=GradualFilter(layer),
         )
     if variant == "release":
         probe = DeviationProbe(layer, "value")
-        return Method("cacheblend", base, probe=probe, selector=TopTokens(), budget=FixedRatio(ratio))
+        return Method("cacheblend", base, choice=BY_CHANGE, probe=probe, selector=TopTokens(), budget=FixedRatio(ratio))
     raise UnknownMethod(f"there is no variant {variant!r} of cacheblend; there are paper and release")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method, PassStart
+from qcfuse_rag.fusion.method import Choice, Method, PassStart
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.methods.captures.attention import NO_IMPACT, captured_overlap, context_impact
 from qcfuse_rag.methods.captures.slots import Slot, follows_system_prefix, predecessors, read_checked, slots_at
@@ -168,6 +168,12 @@ class FocusedChunksPass(LayerHook):
             )
 
 
+CHOICE = Choice(
+    "they paid much attention to other passages when they were stored, and those are not in this prompt",
+    "attention to earlier passages",
+)
+
+
 def cachecraft(
     ratio: float | None = None,
     base: Base = FRAMED,
@@ -190,6 +196,7 @@ def cachecraft(
     return Method(
         "cachecraft",
         base,
+        choice=CHOICE,
         adapter=ClosestVariant(alpha, slots, refuse=published),
         probe=InterProbe(),
         selector=TopPerChunk(by_demand=published),

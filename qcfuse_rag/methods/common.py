@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from qcfuse_rag.fusion.method import Choice
 from qcfuse_rag.fusion.selectors import Selection, candidate_positions
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.ingestion.prefill import SINKS
@@ -20,6 +21,9 @@ from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
 
 DEMAND = "demand"
+BY_CHANGE = Choice(
+    "their stored keys and values differ most from what this prompt gives them", "change of keys and values"
+)
 
 
 @dataclass(frozen=True, slots=True)

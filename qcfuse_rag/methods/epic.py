@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import Choice, Method
 from qcfuse_rag.fusion.selectors import Selection
 from qcfuse_rag.fusion.state import PlacedChunk
 from qcfuse_rag.methods.common import split_budget
@@ -56,6 +56,9 @@ class ChunkHeads:
         return Selection(torch.cat(heads)) if heads else Selection.none()
 
 
+CHOICE = Choice("they are the first of their passage, which was stored as if nothing stood before them")
+
+
 def epic(ratio: float | None = None, base: Base | None = None, n_tokens: int = 16) -> Method:
     """Recompute the first tokens of every chunk except a chunk at the start of the prompt, whatever the question.
 
@@ -66,5 +69,5 @@ def epic(ratio: float | None = None, base: Base | None = None, n_tokens: int = 1
     """
     if ratio is None:
         base = base or (BLIND if n_tokens else BEGUN)
-        return Method("epic", base, selector=ChunkHeads(n_tokens), budget=None)
-    return Method("epic", base or BLIND, selector=ChunkHeads(None), budget=FixedRatio(ratio))
+        return Method("epic", base, choice=CHOICE, selector=ChunkHeads(n_tokens), budget=None)
+    return Method("epic", base or BLIND, choice=CHOICE, selector=ChunkHeads(None), budget=FixedRatio(ratio))

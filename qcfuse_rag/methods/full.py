@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import Choice, Method
 
 
 def full() -> Method:
     """Compute every row, on the same ids and through the same code as all other methods."""
-    return Method("full", base=None)
+    return Method("full", base=None, choice=Choice("full prefill computes the whole prompt"))

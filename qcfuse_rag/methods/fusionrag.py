@@ -20,7 +20,7 @@ import torch
 
 from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import ATTENTION, Choice, Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.ingestion.extension import ComputedBase, EntryWriter, Related
@@ -209,6 +209,9 @@ def retrieved_together(retrievals: Sequence[Sequence[int]], chunks: int, n: int)
     ]
 
 
+CHOICE = Choice("the question pays them the most attention in the last layer", ATTENTION)
+
+
 def fusionrag(
     ratio: float = 0.15,
     base: Base = ENRICHED,
@@ -231,6 +234,7 @@ def fusionrag(
     return Method(
         "fusionrag",
         base,
+        choice=CHOICE,
         fallbacks=(FRAMED,) if alternative and base.derived else (),
         probe=QuestionProbe(layers="last", anchor_ratio=anchor_ratio),
         selector=TopTokens(),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import BY_ATTENTION, Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.methods.captures.slots import (
@@ -90,6 +90,7 @@ def kamera(ratio: float = 0.0, threshold: float = 0.5, slots: int = 5) -> Method
     return Method(
         "kamera",
         FRAMED,
+        choice=BY_ATTENTION,
         adapter=StoredPatches(threshold, slots),
         probe=QuestionProbe(layers="all", anchor_ratio=1.0),
         selector=TopTokens(),

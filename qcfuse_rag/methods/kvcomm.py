@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import BY_ATTENTION, Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.methods.captures.slots import (
@@ -107,6 +107,7 @@ def kvcomm(ratio: float = 0.0, gamma: float = 0.3, temperature: float = 1.0, anc
     return Method(
         "kvcomm",
         FRAMED,
+        choice=BY_ATTENTION,
         adapter=AnchorOffsets(gamma, temperature, anchors),
         probe=QuestionProbe(layers="all", anchor_ratio=1.0),
         selector=TopTokens(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import BY_ATTENTION, Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.store.prefill_base import BLIND, Base
@@ -16,4 +16,6 @@ def prophetkv(ratio: float = 0.2, base: Base = BLIND) -> Method:
     same order.
     """
     probe = QuestionProbe(layers="all", anchor_ratio=1.0)
-    return Method("prophetkv", base=base, probe=probe, selector=TopTokens(), budget=FixedRatio(ratio))
+    return Method(
+        "prophetkv", base=base, choice=BY_ATTENTION, probe=probe, selector=TopTokens(), budget=FixedRatio(ratio)
+    )

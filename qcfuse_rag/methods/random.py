@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import Choice, Method
 from qcfuse_rag.fusion.selectors import Selection, candidate_positions
 from qcfuse_rag.fusion.state import PlacedChunk
 from qcfuse_rag.runtime.attention.scores import Scores
@@ -27,6 +27,9 @@ class RandomTokens:
         return Selection(positions[order[:budget]].sort().values)
 
 
+CHOICE = Choice("the method chooses at random; it is the control that other methods are compared with")
+
+
 def random(ratio: float = 0.15, base: Base = FRAMED, seed: int = 0) -> Method:
     """Recompute a random share of the passage tokens."""
-    return Method("random", base=base, selector=RandomTokens(seed), budget=FixedRatio(ratio))
+    return Method("random", base=base, choice=CHOICE, selector=RandomTokens(seed), budget=FixedRatio(ratio))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method, PassStart
+from qcfuse_rag.fusion.method import ATTENTION, Choice, Method, PassStart
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import Selection, candidate_positions
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
@@ -132,6 +132,9 @@ def _recompute_apart(fused: FusedPrompt, candidates: list[PlacedChunk], hook: Ne
     fused.row_layers += hooked.row_layers
 
 
+CHOICE = Choice("in at least one layer the question pays them the most attention", ATTENTION)
+
+
 def relaxkv(
     ratio: float = 0.15,
     base: Base = BLIND,
@@ -152,6 +155,7 @@ def relaxkv(
     return Method(
         "relaxkv",
         base,
+        choice=CHOICE,
         probe=QuestionProbe(layers="all"),
         selector=tokens,
         budget=FixedRatio(ratio),

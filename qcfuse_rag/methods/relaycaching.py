@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method, PassStart
+from qcfuse_rag.fusion.method import Choice, Method, PassStart
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.ingestion.extension import EntryWriter
 from qcfuse_rag.methods.common import AllTokens, order_by_key_norm, stored_rows
@@ -178,6 +178,9 @@ def _relative_to_mean(values: Tensor) -> Tensor:
     return values / values.mean().clamp_min(torch.finfo(values.dtype).tiny)
 
 
+CHOICE = Choice("they changed most, or were attended to most, in the layers where the method measures that")
+
+
 def relaycaching(
     ratio: float | None = None,
     base: Base = FRAMED,
@@ -198,7 +201,15 @@ def relaycaching(
     """
     layer_hook = RelayRecompute(layers, deviation, influence, suffix, fixed=ratio is not None)
     budget = None if ratio is None else FixedRatio(ratio)
-    return Method("relaycaching", base, PreferGenerated(), selector=AllTokens(), budget=budget, layer_hook=layer_hook)
+    return Method(
+        "relaycaching",
+        base,
+        choice=CHOICE,
+        adapter=PreferGenerated(),
+        selector=AllTokens(),
+        budget=budget,
+        layer_hook=layer_hook,
+    )
 
 
 GENERATED = Base("generated", after_prefix=True)

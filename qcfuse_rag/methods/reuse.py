@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import Choice, Method
 from qcfuse_rag.store.prefill_base import FRAMED, Base
 
 
 def reuse(base: Base = FRAMED) -> Method:
     """Recompute no passage token: the lowest cost, and the lowest quality on questions over several passages."""
-    return Method("reuse", base=base)
+    return Method("reuse", base=base, choice=Choice("the method recomputes nothing"))

@@ -12,8 +12,9 @@ from jinja2 import Environment
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from qcfuse_rag.fusion.method import Choice
 from qcfuse_rag.fusion.report import FusionReport, Lookup
-from qcfuse_rag.monitoring.reasons import choice_of
+from qcfuse_rag.methods import METHODS, make_method
 from qcfuse_rag.prompts.segments import Prompt, Role, Span
 
 REPLACEMENT = "\ufffd"
@@ -258,3 +259,9 @@ def _character_ranges(tokenizer: PreTrainedTokenizerBase, span: Span) -> Iterato
         if position + 1 == span.stop or not tokenizer.decode(ids).endswith(REPLACEMENT):
             yield range(first, position + 1)
             first = position + 1
+
+
+def choice_of(method: str) -> Choice:
+    """Return how a method of a name chooses; for a method without one only that it does."""
+    choice = make_method(method).choice if method in METHODS else None
+    return choice or Choice(f"the method {method} chose them")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import ATTENTION, Choice, Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.fusion.state import FusedPrompt
@@ -40,6 +40,9 @@ class CriticalProbe:
         return QuestionProbe(layers=layers, anchor_ratio=self.anchor_ratio, reduce=self.reduce).scores(fused)
 
 
+CHOICE = Choice("the question pays them the most attention in the model's critical layers", ATTENTION)
+
+
 def qcfuse(
     ratio: float = 0.5,
     base: Base = BLIND,
@@ -66,4 +69,6 @@ def qcfuse(
     """
     checked = QuestionProbe(layers="all" if layers == "critical" else layers, anchor_ratio=anchor_ratio, reduce=reduce)
     probe = CriticalProbe(anchor_ratio, reduce) if layers == "critical" else checked
-    return Method("qcfuse", ranked(base, anchors), probe=probe, selector=TopTokens(), budget=FixedRatio(ratio))
+    return Method(
+        "qcfuse", ranked(base, anchors), choice=CHOICE, probe=probe, selector=TopTokens(), budget=FixedRatio(ratio)
+    )
