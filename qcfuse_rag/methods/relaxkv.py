@@ -128,7 +128,7 @@ def _recompute_apart(fused: FusedPrompt, candidates: list[PlacedChunk], hook: Ne
     plan = RowsPlan.of(is_row.nonzero()[:, 0], lm.sliding, device=lm.device, visible=visible)
     buffer = fused.await_all()
     hooked = HookedPass(plan, hook, buffer)
-    fused.runner.prefills.forward_hidden(fused.ids[plan.rows], plan, buffer, depth=lm.n_layers, hooked_pass=hooked)
+    fused.runner.prefills.hidden(fused.ids[plan.rows], plan, buffer, depth=lm.n_layers, hooked_pass=hooked)
     fused.row_layers += hooked.row_layers
 
 
