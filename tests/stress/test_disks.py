@@ -15,17 +15,13 @@ import torch
 from qcfuse_rag import (
     DiskStore,
     FusionEngine,
-    KVStore,
     LanguageModel,
     MemoryStore,
     Method,
-    TieredStore,
     make_method,
-    open_store,
 )
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.store.backends.remote import open_remote
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.prefill_base import FRAMED
@@ -254,27 +250,4 @@ def test_sectors_that_cannot_be_read(llama: LanguageModel, tmp_path: Path, after
             paths = [path for _, path in store.files.entries()]
             ext4.lose_sectors(paths, after_pages)
             answers_in_full(make_engine(llama, store), tally, "cannot be read")
-    tally.finish()
-
-
-@pytest.mark.slow
-def test_a_remote_that_is_away(llama: LanguageModel, tmp_path: Path) -> None:
-    tally = Tally("a remote that cannot be reached")
-    remote = open_remote(f"unix://{tmp_path}/nobody.sock")
-    stores: list[KVStore] = [remote, TieredStore(MemoryStore(), remote)]
-    for store in stores:
-        engine = make_engine(llama, store)
-        for _ in range(3):
-            answers_in_full(engine, tally, "remote redis cannot be reached")
-        with pytest.raises(StoreError, match="remote redis cannot be reached"):
-            warm(engine)
-        assert not store.health()[-1].ok
-    away = f"unix://{tmp_path}/nobody.sock"
-    with open_store(tmp_path / "kv", disk_bytes=1 << 20, numbers="model", remote=away) as store:
-        engine = make_engine(llama, store)
-        answers_in_full(engine, tally, "remote redis cannot be reached")
-        with pytest.raises(StoreError, match="chunks are in the disk tier only: remote redis cannot be reached"):
-            warm(engine)
-        answers_from_store(engine, tally)
-        assert [health.ok for health in store.health()] == [True, True, False]
     tally.finish()

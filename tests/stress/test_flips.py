@@ -39,17 +39,6 @@ def test_any_flip_is_refused_or_in_padding(store: DiskStore, request: pytest.Fix
     tally.finish()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_any_flip_outside_padding_is_refused(store: DiskStore, request: pytest.FixtureRequest) -> None:
-    tally = Tally(f"one byte of an entry changed, not in padding, {request.node.callspec.id}")
-    _, parts = bytes_of(store)
-    used = {position for part in parts for position in part}
-    flip_bytes(store, tally, sized(150, 1000), lambda rng: rng.choice(rng.choice(parts)), used)
-    assert tally.notes["refused"] == tally.trials
-    tally.finish()
-
-
 def bytes_of(store: DiskStore) -> tuple[int, list[list[int]]]:
     """Return the size of an entry's file, and where in it the bytes of preamble, header and blocks are."""
     store.put(example_key(NUMBER), chunk_of(NUMBER))
