@@ -21,8 +21,7 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
-from qcfuse_rag.store.blocks import Blocks
-from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.quantization import LOSSLESS, STORE_FORMATS
 

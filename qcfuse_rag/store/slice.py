@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from qcfuse_rag.store.blocks import Blocks
-from qcfuse_rag.store.chunk import RANKING, ChunkKV
+from qcfuse_rag.store.chunk import RANKING, Blocks, ChunkKV
 
 
 class SlicedBlocks(Blocks):

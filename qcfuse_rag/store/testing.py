@@ -17,8 +17,7 @@ import torch
 
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss
-from qcfuse_rag.store.blocks import TensorBlocks
-from qcfuse_rag.store.chunk import ChunkKV, to_format
+from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks, to_format
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.quantization import ONE_BYTE_FORMATS
 

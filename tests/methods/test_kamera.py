@@ -195,7 +195,7 @@ def test_no_patch_applies_behind_a_conversation(engine: FusionEngine) -> None:
 
 def test_a_damaged_patch_is_discarded_and_the_cache_is_used_without_it(engine: FusionEngine) -> None:
     from qcfuse_rag.errors import CorruptEntry
-    from qcfuse_rag.store.blocks import Blocks, TensorBlocks
+    from qcfuse_rag.store.chunk import Blocks, TensorBlocks
 
     class Damaged(TensorBlocks):
         def __getitem__(self, name: str) -> Tensor:

@@ -25,8 +25,7 @@ from qcfuse_rag.runtime.loading.host_to_device import PinnedRing
 from qcfuse_rag.runtime.loading.wait_budget import call_with_timeout
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.blocks import Blocks
-from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references

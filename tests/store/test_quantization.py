@@ -11,8 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from qcfuse_rag.models.rope import KVShape
 from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
-from qcfuse_rag.store.entry.codec import encode
-from qcfuse_rag.store.entry.header import entry_bytes
+from qcfuse_rag.store.entry.codec import encode, entry_bytes
 from qcfuse_rag.store.quantization import (
     LOSSLESS,
     ONE_BYTE_FORMATS,

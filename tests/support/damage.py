@@ -7,8 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.blocks import TensorBlocks
-from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
 
 
 def damaged(chunk: ChunkKV, block: str) -> ChunkKV:

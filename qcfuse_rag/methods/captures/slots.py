@@ -20,8 +20,7 @@ from torch import Tensor
 from qcfuse_rag.fusion.adapters import PlacementContext
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import KVStore, Miss, check_entry
-from qcfuse_rag.store.blocks import KINDS, Blocks
-from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.chunk import KINDS, Blocks, ChunkKV
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.prefill_base import Base
 from qcfuse_rag.store.quantization import LOSSLESS

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qcfuse_rag.models.rope import AngleTables, LayerRope, angles_from
 from qcfuse_rag.runtime.kernels.launch import block_dim, on_device, triton_type
-from qcfuse_rag.store.blocks import BlockForm
+from qcfuse_rag.store.chunk import BlockForm
 from qcfuse_rag.store.quantization import dequantize
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.runtime.kernels.support import kernels_available
-from qcfuse_rag.store.blocks import aligned_size
+from qcfuse_rag.store.chunk import aligned_size
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.language_model import LanguageModel

@@ -20,7 +20,7 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.support import supports_placement
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
 from qcfuse_rag.runtime.loading.sources import LoadingChunk, SentLayers
-from qcfuse_rag.store.blocks import KINDS, BlockForm, SlabBlocks, SlabLayout
+from qcfuse_rag.store.chunk import KINDS, BlockForm, SlabBlocks, SlabLayout
 
 Forms = tuple[tuple[BlockForm, BlockForm], ...]
 """Of each layer's keys and values."""

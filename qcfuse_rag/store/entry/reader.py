@@ -17,11 +17,17 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.blocks import Blocks
-from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.entry.codec import PREAMBLE, Preamble, check_piece, read_header
+from qcfuse_rag.store.chunk import Blocks, ChunkKV
+from qcfuse_rag.store.entry.codec import (
+    PREAMBLE,
+    ROWS_PER_PIECE,
+    BlockRange,
+    Header,
+    Preamble,
+    check_piece,
+    read_header,
+)
 from qcfuse_rag.store.entry.encryption import EntryCipher, StoreCipher
-from qcfuse_rag.store.entry.header import ROWS_PER_PIECE, BlockRange, Header
 from qcfuse_rag.store.key import ChunkKey
 
 MAP_FAILED = ctypes.c_void_p(-1).value

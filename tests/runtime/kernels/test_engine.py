@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.store.blocks import TensorBlocks
-from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import seams
 from tests.support.damage import damaged
