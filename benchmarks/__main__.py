@@ -34,7 +34,8 @@ from qcfuse_rag.cli.console import (
     size,
     status,
 )
-from qcfuse_rag.cli.options import Json, ModelOptions, expand_options
+from qcfuse_rag.cli.options import Json, expand_options
+from qcfuse_rag.engine.config import ModelConfig
 from qcfuse_rag.errors import QCFuseError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def bench_store(
 @app.command("warm")
 @expand_options
 def bench_warm(
-    options: ModelOptions,
+    options: ModelConfig,
     chunks: Annotated[int, Option(min=1, help="Number of passages, of mixed lengths.")] = 40,
     repeats: Repeats = 3,
     batch_tokens: Annotated[int | None, Option(min=1, help="Maximum tokens in one pass.")] = None,
@@ -194,11 +195,11 @@ def warming_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def _load(options: ModelOptions) -> LanguageModel:
+def _load(options: ModelConfig) -> LanguageModel:
     from qcfuse_rag.runtime.language_model import LanguageModel
 
     return LanguageModel.load(
-        options.model or default_model(), device=options.device, dtype=options.dtype, weights=options.weight_format
+        options.model or default_model(), device=options.device, dtype=options.dtype, weights=options.weights or "model"
     )
 
 

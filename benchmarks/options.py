@@ -10,7 +10,8 @@ import typer
 from typer import Option
 
 from qcfuse_rag.bundled import default_model
-from qcfuse_rag.cli.options import ModelOptions, WeightsChoice
+from qcfuse_rag.engine.config import ModelConfig
+from qcfuse_rag.models.source import WeightFormat
 
 if TYPE_CHECKING:  # these take seconds to import
     from benchmarks.quality.measure import QualityOptions
@@ -21,8 +22,8 @@ Repeats = Annotated[int, Option(min=1, help="Rounds of each measurement.")]
 DiskFolder = Annotated[Path | None, Option(help="Folder on the disk to measure; by default that of temporary files.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchSpeedOptions(ModelOptions):
+@dataclass(frozen=True, kw_only=True)
+class BenchSpeedOptions(ModelConfig):
     """Options of `python -m benchmarks speed`."""
 
     shape: Annotated[
@@ -75,7 +76,7 @@ class BenchPeerOptions:
     methods: Annotated[str, Option(help="Methods beside full prefill, with commas.")] = "auto"
     ratios: Annotated[str, Option(help="Shares to recompute, with commas.")] = "0.05"
     answers: Annotated[str, Option(help="Lengths of the answers in tokens, with commas.")] = "32,128,512"
-    weights: Annotated[WeightsChoice, Option(help="Format of this engine's weights.")] = WeightsChoice.AUTO
+    weights: Annotated[WeightFormat, Option(help="Format of this engine's weights.")] = "auto"
     repeats: Repeats = 3
 
     def to_peer_options(self) -> PeerOptions:
@@ -89,12 +90,12 @@ class BenchPeerOptions:
             context=self.context,
             answers=_parse_counts(self.answers, "--answers"),
             repeats=self.repeats,
-            weights=self.weights.value,
+            weights=self.weights,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchQualityOptions(ModelOptions):
+class BenchQualityOptions(ModelConfig):
     """Options of `python -m benchmarks quality`."""
 
     data_dir: Annotated[
@@ -163,12 +164,12 @@ class BenchQualityOptions(ModelOptions):
             store=None if self.store is None else store_folder(self.store),
             device=self.device,
             dtype=self.dtype,
-            weights=self.weight_format,
+            weights=self.weights or "model",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileOptions(ModelOptions):
+class ProfileOptions(ModelConfig):
     """Options of `python -m benchmarks profile`."""
 
     data: Annotated[

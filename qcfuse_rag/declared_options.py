@@ -41,11 +41,7 @@ class DeclaredOption(NamedTuple):
 
 @cache
 def declared_options(settings: type) -> dict[str, DeclaredOption]:
-    """Return the options of a settings dataclass by name.
-
-    Raises:
-        KeyError: if a field has no text in the docstring.
-    """
+    """Return the options of a settings dataclass by name; an option may have no text."""
     hints, texts = get_type_hints(settings, include_extras=True), _attribute_texts(settings)
     options = {}
     for field in dataclasses.fields(settings):
@@ -53,7 +49,7 @@ def declared_options(settings: type) -> dict[str, DeclaredOption]:
             get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (hints[field.name],)
         )
         limits = {name: getattr(limit, name) for limit in metadata for name in LIMITS if hasattr(limit, name)}
-        options[field.name] = DeclaredOption(kind, field.default, texts[field.name], limits)
+        options[field.name] = DeclaredOption(kind, field.default, texts.get(field.name, ""), limits)
     return options
 
 
@@ -71,8 +67,11 @@ def check_limits(settings: Any) -> None:
 
 
 def _attribute_texts(settings: type) -> dict[str, str]:
-    """Return the texts under `Attributes:` in a docstring, by name."""
-    _, _, attributes = (inspect.getdoc(settings) or "").partition("\nAttributes:\n")
-    section = re.split(r"\n(?=\S)", attributes)[0]
-    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
+    """Return the texts under `Attributes:` in the docstrings of a class and its bases, by name."""
+    texts = {}
+    for base in reversed(settings.__mro__):
+        _, _, attributes = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")
+        section = re.split(r"\n(?=\S)", attributes)[0]
+        entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)
+        texts |= {name: " ".join(text.split()) for name, text in entries}
+    return texts

@@ -15,6 +15,7 @@ from benchmarks.samples import Sample
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, status
 from qcfuse_rag.cli.library import with_settings
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.folder import existing_store_folder
@@ -31,10 +32,9 @@ BAR = 24
 
 def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
     """Profile a model, print its layers, and write the profile to the requested files."""
-    template = None
+    config = EngineConfig(model=options.model, device=options.device, dtype=options.dtype, weights=options.weights)
     if options.store is not None:
-        settings = LibrarySettings.load(options.store)
-        options, template = with_settings(options, settings), settings.template
+        config = with_settings(config, LibrarySettings.load(options.store))
     samples = _samples(options)
     figure = (
         None if options.plot is None else new_figure(7, 3)
@@ -42,13 +42,7 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
     in_store = None if options.store is None else existing_store_folder(options.store) / PROFILE_FILE
     written = [path for path in (options.out, in_store) if path is not None]
     with status("loading the model"):
-        engine = FusionEngine.load(
-            options.model or default_model(),
-            template=template,
-            device=options.device,
-            dtype=options.dtype,
-            weights=options.weight_format,
-        )
+        engine = FusionEngine.load(replace(config, method=None, base=None))
     with engine, engine.store, progress_bar("profiling layers", "questions") as advance:
         profile = profile_layers(
             engine,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -25,24 +25,29 @@ from qcfuse_rag.cli.console import (
     with_full_stop,
 )
 from qcfuse_rag.cli.options import (
+    METHOD,
+    WORDING,
     AskOptions,
     CorpusOptions,
     DemoOptions,
-    Device,
-    Dtype,
+    JobOptions,
     Json,
     Library,
+    LoadedModel,
+    ModelAndMethod,
     PlanOptions,
     PrefixOptions,
     Question,
     ServeOptions,
     VerifyOptions,
-    WarmOptions,
-    Weights,
-    WeightsChoice,
+    WordedModel,
     expand_options,
 )
 from qcfuse_rag.cli.store import store_app
+from qcfuse_rag.engine.config import EngineConfig
+
+WarmedModel = Annotated[EngineConfig, (*WORDING, "base")]
+VerifiedModel = Annotated[EngineConfig, tuple(name for name in METHOD if name != "ratio")]
 
 INTERRUPTED = 130  # exit code of a command that Ctrl-C stopped
 
@@ -61,35 +66,28 @@ app.add_typer(models_app, name="models")
 
 @app.command()
 @expand_options
-def demo(options: DemoOptions, as_json: Json = False) -> None:
+def demo(config: LoadedModel, options: DemoOptions, as_json: Json = False) -> None:
     """Warm a small corpus, and answer questions by full prefill and over the reused caches, side by side."""
-    with _without_collection():
-        from qcfuse_rag.cli.demo.command import run_demo
-
-    run_demo(options, as_json=as_json)
+    _code("demo.command").run_demo(config, options, as_json=as_json)
 
 
 @warm_app.command("run")
 @expand_options
-def warm_run(store: Library, options: WarmOptions, as_json: Json = False) -> None:
+def warm_run(
+    store: Library, config: WarmedModel, corpus: CorpusOptions, job: JobOptions, as_json: Json = False
+) -> None:
     """Split documents into passages, index them, and prefill each into the store; a second run adds or continues."""
     from qcfuse_rag.library.jobs import require_no_other_job
 
     require_no_other_job(store)  # before the imports, which take seconds
-    with _without_collection():
-        from qcfuse_rag.cli.warm import run_warming
-
-    run_warming(store, options, as_json=as_json)
+    _code("warm").run_warming(store, config, corpus, job, as_json=as_json)
 
 
 @warm_app.command("plan")
 @expand_options
-def warm_plan(store: Library, options: CorpusOptions, as_json: Json = False) -> None:
+def warm_plan(store: Library, config: WarmedModel, corpus: CorpusOptions, as_json: Json = False) -> None:
     """Estimate the bytes and seconds that `warm run` would take, without storing anything."""
-    with _without_collection():
-        from qcfuse_rag.cli.warm import plan_warming
-
-    plan_warming(store, options, as_json=as_json)
+    _code("warm").plan_warming(store, config, corpus, as_json=as_json)
 
 
 @warm_app.command("resume")
@@ -98,20 +96,14 @@ def warm_resume(store: Library, as_json: Json = False) -> None:
     from qcfuse_rag.library.jobs import require_no_other_job
 
     require_no_other_job(store)
-    with _without_collection():
-        from qcfuse_rag.cli.warm import resume_warming
-
-    resume_warming(store, as_json=as_json)
+    _code("warm").resume_warming(store, as_json=as_json)
 
 
 @warm_app.command("prefix")
 @expand_options
-def warm_prefix_command(store: Library, options: PrefixOptions, as_json: Json = False) -> None:
+def warm_prefix_command(store: Library, config: WordedModel, options: PrefixOptions, as_json: Json = False) -> None:
     """Prefill a system message and an agent's tools, so that no conversation has to compute them again."""
-    with _without_collection():
-        from qcfuse_rag.cli.warm_prefix import warm_prefix
-
-    warm_prefix(store, options, as_json=as_json)
+    _code("warm_prefix").warm_prefix(store, config, options, as_json=as_json)
 
 
 @warm_app.command("status")
@@ -135,33 +127,26 @@ def warm_status(store: Library, as_json: Json = False) -> None:
 @app.command("serve")
 @expand_options
 def serve_command(
-    store: Annotated[Path, typer.Option(help="Folder of a library or of a store.")], options: ServeOptions
+    store: Annotated[Path, typer.Option(help="Folder of a library or of a store.")],
+    config: ModelAndMethod,
+    options: ServeOptions,
 ) -> None:
     """Serve OpenAI chat completions over a library; documents are retrieved here or come with each request."""
-    with _without_collection():
-        from qcfuse_rag.cli.serve import serve_library
-
-    serve_library(store, options)
+    _code("serve").serve_library(store, config, options)
 
 
 @app.command("plan")
 @expand_options
 def plan_command(options: PlanOptions, as_json: Json = False) -> None:
     """Estimate the bytes, warming hours, break-even uses, and time to first token of a corpus on each tier."""
-    with _without_collection():
-        from qcfuse_rag.cli.plan import plan_corpus
-
-    plan_corpus(options, as_json=as_json)
+    _code("plan").plan_corpus(options, as_json=as_json)
 
 
 @app.command("verify")
 @expand_options
-def verify_command(options: VerifyOptions, as_json: Json = False) -> None:
+def verify_command(config: VerifiedModel, options: VerifyOptions, as_json: Json = False) -> None:
     """Find the smallest ratio at which answers are near full prefill's on your passages; exit with 1 if none passes."""
-    with _without_collection():
-        from qcfuse_rag.cli.verify import run_verify
-
-    if not run_verify(options, as_json=as_json):
+    if not _code("verify").run_verify(config, options, as_json=as_json):
         raise typer.Exit(1)
 
 
@@ -170,6 +155,7 @@ def verify_command(options: VerifyOptions, as_json: Json = False) -> None:
 def ask(
     question: Question,
     store: Library,
+    config: ModelAndMethod,
     options: AskOptions,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.")] = 128,
     explain: Annotated[Path | None, typer.Option(help="HTML page to write, which shows the recomputed tokens.")] = None,
@@ -177,10 +163,9 @@ def ask(
 ) -> None:
     """Answer a question over warmed documents and report which tokens were reused."""
     _require_library(store)
-    with _without_collection():
-        from qcfuse_rag.cli.ask import ask_library
-
-    ask_library(question, store, options, max_new_tokens=max_new_tokens, explain=explain, as_json=as_json)
+    _code("ask").ask_library(
+        question, store, config, options, max_new_tokens=max_new_tokens, explain=explain, as_json=as_json
+    )
 
 
 @app.command()
@@ -188,31 +173,27 @@ def ask(
 def explain(
     question: Question,
     store: Library,
+    config: ModelAndMethod,
     options: AskOptions,
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("explain.html"),
     as_json: Json = False,
 ) -> None:
     """Answer a question and write one HTML page that shows for every token of the prompt how it was computed."""
     _require_library(store)
-    with _without_collection():
-        from qcfuse_rag.cli.ask import ask_library
-
-    ask_library(question, store, options, explain=out, as_json=as_json)
+    _code("ask").ask_library(question, store, config, options, explain=out, as_json=as_json)
 
 
 @app.command()
 @expand_options
 def chat(
     store: Library,
+    config: ModelAndMethod,
     options: AskOptions,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 256,
 ) -> None:
     """Talk with a library: the model is loaded once, answers are streamed, and each names its sources."""
     _require_library(store)
-    with _without_collection():
-        from qcfuse_rag.cli.chat import chat_with_library
-
-    chat_with_library(store, options, max_new_tokens=max_new_tokens)
+    _code("chat").chat_with_library(store, config, options, max_new_tokens=max_new_tokens)
 
 
 @app.command()
@@ -227,38 +208,33 @@ def methods(as_json: Json = False) -> None:
 
 
 @models_app.command("check")
+@expand_options
 def models_check(
     model: Annotated[str, typer.Argument(help="Hugging Face id, folder or GGUF file.")],
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = None,
+    config: Annotated[EngineConfig, ("device", "dtype", "weights")],
     as_json: Json = False,
 ) -> None:
     """Check on a few tokens whether reuse is exact for a model; exit with 1 if not."""
-    with _without_collection():
-        from qcfuse_rag.cli.describe import check_model, print_model_check
-
-    report = check_model(model, device, dtype, weights or WeightsChoice.MODEL)
+    report = _code("describe").check_model(replace(config, model=model))
     if as_json:
         print_json(report)
     else:
-        print_model_check(report)
+        _code("describe").print_model_check(report)
     if not report["supported"]:
         raise typer.Exit(1)
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Import without garbage collection, which would go through the objects of all modules again and again.
+def _code(module: str) -> Any:
+    """Import a module of commands without garbage collection, which would go through the objects of all modules.
 
     Later collections leave them out, until the process ends.
     """
+    name = f"qcfuse_rag.cli.{module}"
     if "torch" in sys.modules:  # a program that imports models calls the command
-        yield
-        return
+        return import_module(name)
     gc.disable()
     try:
-        yield
+        return import_module(name)
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)  # packages made with nanobind report what is left then

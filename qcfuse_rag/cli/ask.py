@@ -7,16 +7,24 @@ from pathlib import Path
 from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, size
 from qcfuse_rag.cli.library import open_session
 from qcfuse_rag.cli.options import AskOptions
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decoding import Generation
 from qcfuse_rag.library.session import LibraryAnswer
 
 
 def ask_library(
-    question: str, library: Path, options: AskOptions, *, max_new_tokens: int = 128, explain: Path | None, as_json: bool
+    question: str,
+    library: Path,
+    config: EngineConfig,
+    options: AskOptions,
+    *,
+    max_new_tokens: int = 128,
+    explain: Path | None,
+    as_json: bool,
 ) -> None:
     """Retrieve passages, answer a question over them, and print the answer and what was reused."""
-    with open_session(library, options) as session:
+    with open_session(library, config, options) as session:
         answer = session.answer(question, max_new_tokens=max_new_tokens)
         if as_json:
             print_json(answer.to_dict(question))

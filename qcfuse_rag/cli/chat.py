@@ -12,6 +12,7 @@ from qcfuse_rag.cli.ask import print_answer
 from qcfuse_rag.cli.console import ERR, error_text, print_line, print_note, shows_tracebacks
 from qcfuse_rag.cli.library import open_session
 from qcfuse_rag.cli.options import AskOptions
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.library.session import LibraryAnswer, LibrarySession
 from qcfuse_rag.prompts.template import Message
@@ -78,9 +79,9 @@ class Conversation:
         print_line(f"The page is {path.resolve().as_uri()}")
 
 
-def chat_with_library(library: Path, options: AskOptions, *, max_new_tokens: int) -> None:
+def chat_with_library(library: Path, config: EngineConfig, options: AskOptions, *, max_new_tokens: int) -> None:
     """Answer questions from standard input until it ends or `/quit`."""
-    with open_session(library, options) as session:
+    with open_session(library, config, options) as session:
         conversation = Conversation(session, max_new_tokens)
         interactive = sys.stdin.isatty()
         if interactive:

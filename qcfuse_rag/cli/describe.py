@@ -8,7 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import OUT, print_note, size
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.methods import METHODS
 from qcfuse_rag.models.fingerprint import Fingerprint
@@ -43,13 +45,14 @@ def methods_table() -> Table:
     return table
 
 
-def check_model(name: str, device: str | None, dtype: str | None, weights: str = "model") -> dict[str, Any]:
+def check_model(config: EngineConfig) -> dict[str, Any]:
     """Load a model and measure the exactness of reuse on a few tokens.
 
     Return JSON-compatible data; `supported` is False, with a `reason`, if the model is refused or not exact.
     """
+    name = config.model or default_model()
     try:
-        lm = LanguageModel.load(name, device=device, dtype=dtype, weights=weights)
+        lm = LanguageModel.load(name, **config.load_options())
         check = measure_exactness(lm)
     except UnsupportedModel as error:
         return {"model": name, "supported": False, "reason": str(error)}

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
-from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import print_note, status
-from qcfuse_rag.cli.options import AskOptions, CorpusOptions, MethodOptions, ModelOptions, WeightsChoice, WordingOptions
+from qcfuse_rag.cli.options import AskOptions
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.library.folder import index_folder, open_library_store, refuse_store
@@ -24,47 +23,33 @@ from qcfuse_rag.library.settings import LibrarySettings, model_name
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.verification.verdict import verdict_problem
 
-OptionsT = TypeVar("OptionsT", bound=ModelOptions)
 
-
-def with_settings(options: OptionsT, settings: LibrarySettings) -> OptionsT:
-    """Return a command's options with the library's settings in place of options that were not given.
+def with_settings(config: EngineConfig, settings: LibrarySettings) -> EngineConfig:
+    """Return a command's config with the library's settings in place of options that were not given.
 
     Raises:
         QCFuseError: if the command names another model, dtype or format of weights than the library has.
     """
-    weights = None if options.weights in (None, WeightsChoice.AUTO) else options.weights
-    changes = settings.model_settings(model=options.model, dtype=options.dtype, weights=weights)
+    weights = None if config.weights == "auto" else config.weights
+    changes = settings.model_settings(model=config.model, dtype=config.dtype, weights=weights)
     if not changes:
-        return options
-    changes["weights"] = WeightsChoice(changes["weights"])
-    if isinstance(options, CorpusOptions):
-        changes["base"] = options.base or settings.base
-    elif isinstance(options, MethodOptions) and options.method is None:
-        changes |= {"method": settings.method, "base": options.base or settings.base}
-    return replace(options, **changes)
+        return config
+    if config.method is None:
+        changes |= {"method": settings.method, "base": config.base or settings.base}
+    return replace(config, template=settings.template, **changes)
 
 
 def open_engine(
-    store: KVStore, method: Method, options: WordingOptions, settings: LibrarySettings | None = None
+    store: KVStore, config: EngineConfig, settings: LibrarySettings | None = None, *, method: Method | None = None
 ) -> FusionEngine:
-    """Load an engine over an open store, which the caller closes; SmolLM2-135M if no model is given.
+    """Load an engine over an open store, which the caller closes.
 
-    A method that leaves its ratio to `qcfuse verify` takes the ratio of the verdict beside the store. A library's
-    settings give the wording of prompts; a note is printed if its model has changed.
+    A method that leaves its ratio to `qcfuse verify` takes the ratio of the verdict beside the store. A note is printed
+    if the library's model has changed.
     """
     with status("loading the model"):
-        engine = FusionEngine.load(
-            options.model or default_model(),
-            store=store,
-            template=options.worded(None if settings is None else settings.template),
-            method=method,
-            device=options.device,
-            dtype=options.dtype,
-            weights=options.weight_format,
-            verdict="ignore",
-            compiled=False,
-        )
+        config = replace(config, verdict="ignore", compiled=False)
+        engine = FusionEngine.load(config, store=store, method=method)
     change = None if settings is None else settings.change_of_model(engine.lm.fingerprint)
     if change is not None:
         print_note("note:", change)
@@ -72,7 +57,7 @@ def open_engine(
 
 
 @contextmanager
-def open_session(library: Path, options: AskOptions) -> Iterator[LibrarySession]:
+def open_session(library: Path, config: EngineConfig, options: AskOptions) -> Iterator[LibrarySession]:
     """Open a library for questions, with its own model, method and wording where the options name none.
 
     Raises:
@@ -80,17 +65,16 @@ def open_session(library: Path, options: AskOptions) -> Iterator[LibrarySession]
     """
     refuse_store(library)
     settings = LibrarySettings.load(library)
-    options = with_settings(options, settings)
-    method = options.chosen_method()
-    settings.require_caches(method)
+    config = with_settings(config, settings)
+    settings.require_caches(config.chosen_method())
     embedder = None if options.embedder is None else model_name(options.embedder)
     if not library.is_dir():
         PassageIndex.load(index_folder(library), embedder)  # raises; opening the store would create the folder
     with open_library_store(library, tenant=options.tenant) as store:
         retriever = Retriever(index_folder(library, store), embedder)
-        engine = open_engine(store, method, options, settings)
+        engine = open_engine(store, config, settings)
         print_verdict_note(engine)
-        yield LibrarySession(engine, retriever, options.top_k, options.fidelity.value)
+        yield LibrarySession(engine, retriever, options.top_k, options.fidelity)
 
 
 def print_verdict_note(engine: FusionEngine) -> None:

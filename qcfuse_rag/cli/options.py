@@ -1,51 +1,38 @@
-"""The options of the command line: each is declared once, and commands take them as dataclasses.
+"""The options of the command line, made from dataclasses: `EngineConfig`, and those of the commands below.
 
 Annotations are evaluated here, so that dataclasses in other modules can add options to these.
 """
 
+import dataclasses
 import functools
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
+from annotated_types import Ge, Le
 from typer import Argument, Option
 
+from qcfuse_rag.declared_options import DeclaredOption, declared_options
+from qcfuse_rag.engine.config import EngineConfig, ModelConfig
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
 from qcfuse_rag.models.source import model_source
-from qcfuse_rag.prompts.template import PromptTemplate
 
-if TYPE_CHECKING:
-    from qcfuse_rag.fusion.method import Method
+MODEL = tuple(declared_options(ModelConfig))
+WORDING = (*MODEL, "chat_template_kwargs")
+METHOD = (*WORDING, "method", "ratio", "base")
 
-
-class WeightsChoice(StrEnum):
-    """Formats of a model's weights."""
-
-    MODEL = "model"
-    FLOAT16 = "float16"
-    INT8 = "int8"
-    AUTO = "auto"
-
+LoadedModel = Annotated[EngineConfig, MODEL]
+WordedModel = Annotated[EngineConfig, WORDING]
+ModelAndMethod = Annotated[EngineConfig, METHOD]
+"""An `EngineConfig` of which a command has these options."""
 
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Library = Annotated[Path, Option("--store", help="Folder of the library; its folder kv is the store.")]
 Question = Annotated[str, Argument(help="The question.")]
-Device = Annotated[str | None, Option(help="Device, such as cpu or cuda:0; by default a GPU if there is one.")]
-Dtype = Annotated[
-    str | None,
-    Option(help="Data type, such as bfloat16; on a CPU by default float32, or bfloat16 if measured to be faster."),
-]
-Weights = Annotated[
-    WeightsChoice | None,
-    Option(
-        help="Format of weights: model (default), float16 or int8 (on CPUs), or auto: on a CPU the faster of bfloat16 "
-        "and float16."
-    ),
-]
 Tenant = Annotated[
     str | None,
     Option(help="Tenant whose entries are used; the secret is read from QCFUSE_SECRET or QCFUSE_TENANT_SECRET."),
@@ -55,293 +42,262 @@ EmbedderName = Annotated[
     Option(help="sentence-transformers id or folder; by default the one of the library's passages, else MiniLM."),
 ]
 Remote = Annotated[str | None, Option(help="URL of a bucket or server behind the folder, shared between machines.")]
+FidelityOption = Annotated[Fidelity, Option(help=declared_options(SamplingParams)["fidelity"].text)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """The model to load and how to compute with it."""
+class PrefixOptions:
+    """The system message and the tools that conversations begin with.
 
-    model: Annotated[
-        str | None,
-        Option(
-            help="Hugging Face id, folder or GGUF file of the model; "
-            "by default that of the library, if there is one, else SmolLM2-135M."
-        ),
-    ] = None
-    device: Device = None
-    dtype: Dtype = None
-    weights: Weights = None
+    Attributes:
+        system: The system message of the conversations.
+        tools: JSON file with the list of the agent's tools, as requests to the server give them.
+    """
 
-    @property
-    def weight_format(self) -> str:
-        """The format of weights to load the model with."""
-        return (self.weights or WeightsChoice.MODEL).value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WordingOptions(ModelOptions):
-    """A model and how its chat template words prompts."""
-
-    chat_template_kwargs: Annotated[
-        str | None,
-        Option(
-            help="Variables of the model's chat template as a JSON object, such as '{\"enable_thinking\": false}'; "
-            "by default those that the library was warmed with."
-        ),
-    ] = None
-
-    @property
-    def template_kwargs(self) -> dict[str, Any] | None:
-        """The variables; None if the option is not given.
-
-        Raises:
-            QCFuseError: if they are not a JSON object.
-        """
-        if self.chat_template_kwargs is None:
-            return None
-        try:
-            kwargs = json.loads(self.chat_template_kwargs)
-        except (ValueError, RecursionError) as error:
-            raise QCFuseError(f"--chat-template-kwargs is not JSON: {error}") from error
-        if not isinstance(kwargs, dict):
-            raise QCFuseError("--chat-template-kwargs has to be a JSON object")
-        return kwargs
-
-    def worded(self, template: PromptTemplate | None) -> PromptTemplate | None:
-        """Return a library's wording, if it has one, with the given variables instead of its own."""
-        kwargs = self.template_kwargs
-        return template if kwargs is None else replace(template or PromptTemplate(), chat_template_kwargs=kwargs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixOptions(WordingOptions):
-    """The system message and the tools that conversations begin with."""
-
-    system: Annotated[str | None, Option(help="The system message of the conversations.")] = None
-    tools: Annotated[
-        Path | None, Option(help="JSON file with the list of the agent's tools, as requests to the server give them.")
-    ] = None
+    system: str | None = None
+    tools: Path | None = None
     tenant: Tenant = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MethodOptions(WordingOptions):
-    """A model and the fusion method that reuses caches."""
+class AskOptions:
+    """How a question is answered over a library.
 
-    method: Annotated[str | None, Option(help="Fusion method, see `qcfuse methods`; auto by default.")] = None
-    ratio: Annotated[
-        float | None,
-        Option(help="Share of reused tokens to recompute, 0 to 1; for auto by default what `qcfuse verify` found."),
-    ] = None
-    base: Annotated[
-        str | None,
-        Option(help="Stored caches to read: framed, primed, blind, begun or enriched; by default those of the method."),
-    ] = None
-
-    def chosen_method(self) -> "Method":
-        """Return the fusion method; refuse unknown names and bad ratios."""
-        from qcfuse_rag.methods import choose_method
-
-        return choose_method(self.method, ratio=self.ratio, base=self.base)
-
-
-class FidelityChoice(StrEnum):
-    """How closely an answer follows full prefill's; see `generation.sampling_params.Fidelity`."""
-
-    FAST = "fast"
-    HEAL = "heal"
-    EXACT = "exact"
-
-
-FidelityOption = Annotated[
-    FidelityChoice,
-    Option(
-        help="fast: answer over the reused caches; heal: also recompute the rest while the answer is written, "
-        "which slows it by at most 10 %; exact: show nothing before it is full prefill's greedy answer."
-    ),
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskOptions(MethodOptions):
-    """Options of commands that answer a question over a library."""
+    Attributes:
+        top_k: Number of passages to retrieve.
+    """
 
     embedder: EmbedderName = None
-    top_k: Annotated[int, Option(min=0, help="Number of passages to retrieve.")] = 6
-    fidelity: FidelityOption = FidelityChoice.FAST
+    top_k: Annotated[int, Ge(0)] = 6
+    fidelity: FidelityOption = "fast"
     tenant: Tenant = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusOptions(WordingOptions):
-    """The documents of a warming job, and the caches to make of them."""
+class CorpusOptions:
+    """The documents of a warming job, and the store that their caches go to.
+
+    Attributes:
+        reader: Reader: files, llama-index (a persisted index) or langchain (a dumped store).
+        max_tokens: Maximum tokens in a passage.
+        batch_tokens: Maximum tokens in one pass; by default 2048 on a CPU, 16384 on a GPU.
+        numbers: Number format of stored keys and values: int8 (default of a new store), model or fp8.
+        limit_gb: Maximum size of the store in GB; 68.7 if never set.
+    """
 
     paths: Annotated[
         list[Path], Argument(help="Text files, JSON lines files, or folders of them; or paths that --reader reads.")
     ]
-    reader: Annotated[
-        str, Option(help="Reader: files, llama-index (a persisted index) or langchain (a dumped store).")
-    ] = "files"
-    base: Annotated[
-        str | None,
-        Option(help="Caches to store: primed (default), blind, begun or enriched, each with framed; or framed alone."),
-    ] = None
-    max_tokens: Annotated[int, Option(min=16, help="Maximum tokens in a passage.")] = 384
-    batch_tokens: Annotated[
-        int | None, Option(min=1, help="Maximum tokens in one pass; by default 2048 on a CPU, 16384 on a GPU.")
-    ] = None
-    numbers: Annotated[
-        str | None, Option(help="Number format of stored keys and values: int8 (default of a new store), model or fp8.")
-    ] = None
-    limit_gb: Annotated[
-        float | None, Option(min=0.0, max=1e9, help="Maximum size of the store in GB; 68.7 if never set.")
-    ] = None
+    reader: str = "files"
+    max_tokens: Annotated[int, Ge(16)] = 384
+    batch_tokens: Annotated[int | None, Ge(1)] = None
+    numbers: str | None = None
+    limit_gb: Annotated[float | None, Ge(0), Le(1e9)] = None
     tenant: Tenant = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmOptions(CorpusOptions):
-    """Options of `qcfuse warm run`; the job's record keeps them for `qcfuse warm resume`."""
+class JobOptions:
+    """What `qcfuse warm run` may do besides.
+
+    Attributes:
+        encrypt: Require encryption; a new store is encrypted if QCFUSE_SECRET is set.
+        access: Access tag: readers who may see these documents; '' means everybody.
+        allow_empty: Forget all documents of a folder that is empty now.
+        ray: Ray cluster to warm on: auto, local, or an address.
+        workers: Number of Ray workers.
+        cpus_per_worker: CPU cores of each worker.
+        gpus_per_worker: GPUs of each worker.
+    """
 
     embedder: EmbedderName = None
-    encrypt: Annotated[
-        bool, Option("--encrypt", help="Require encryption; a new store is encrypted if QCFUSE_SECRET is set.")
-    ] = False
-    access: Annotated[
-        str | None, Option(help="Access tag: readers who may see these documents; '' means everybody.")
-    ] = None
+    encrypt: bool = False
+    access: str | None = None
     remote: Remote = None
-    ray: Annotated[str | None, Option(help="Ray cluster to warm on: auto, local, or an address.")] = None
-    workers: Annotated[int, Option(min=1, help="Number of Ray workers.")] = 2
-    cpus_per_worker: Annotated[float, Option(min=0.0, help="CPU cores of each worker.")] = 1.0
-    gpus_per_worker: Annotated[float, Option(min=0.0, help="GPUs of each worker.")] = 0.0
-    allow_empty: Annotated[
-        bool, Option("--allow-empty", help="Forget all documents of a folder that is empty now.")
-    ] = False
+    allow_empty: bool = False
+    ray: str | None = None
+    workers: Annotated[int, Ge(1)] = 2
+    cpus_per_worker: Annotated[float, Ge(0)] = 1.0
+    gpus_per_worker: Annotated[float, Ge(0)] = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions(MethodOptions):
-    """Options of `qcfuse serve`."""
+class ServeOptions:
+    """What a server offers, and where.
 
-    name: Annotated[
-        str | None,
-        Option(
-            help="Name of the model for clients; by default its Hugging Face id, or the name of its folder or file."
-        ),
-    ] = None
-    host: Annotated[str, Option(help="Address to listen on; an address beyond loopback requires QCFUSE_TOKEN.")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 8000
-    waiting: Annotated[int, Option(min=1, help="Maximum waiting requests; the server refuses more with 429.")] = 64
-    most_tokens: Annotated[
-        int, Option(min=1, help="Maximum tokens of an answer; chat requests that set no limit get 1,024.")
-    ] = 4096
-    fidelity: FidelityOption = FidelityChoice.FAST
-    top_k: Annotated[int, Option(min=0, help="Number of passages to retrieve from the library.")] = 6
-    retrieve: Annotated[
-        bool, Option("--retrieve", help="Retrieve from the library also for requests that have no documents.")
-    ] = False
-    editable: Annotated[bool, Option("--editable", help="Let clients add and remove documents of the library.")] = False
-    keep: Annotated[
-        bool,
-        Option("--keep", help="Warm passages of clients that the store lacked, while no request waits."),
-    ] = False
-    no_playground: Annotated[bool, Option("--no-playground", help="Serve no page for browsers at /.")] = False
-    prefix_mb: Annotated[
-        int, Option(min=0, help="Megabytes of finished requests to keep in memory for conversations that go on.")
-    ] = 1000
-    memory_gb: Annotated[float, Option(min=0.0, help="Gigabytes of passages' caches to keep in memory.")] = 2.0
+    Attributes:
+        name: Name of the model for clients; by default its Hugging Face id, or the name of its folder or file.
+        host: Address to listen on; an address beyond loopback requires QCFUSE_TOKEN.
+        port: Port to listen on.
+        waiting: Maximum waiting requests; the server refuses more with 429.
+        most_tokens: Maximum tokens of an answer; chat requests that set no limit get 1,024.
+        top_k: Number of passages to retrieve from the library.
+        retrieve: Retrieve from the library also for requests that have no documents.
+        editable: Let clients add and remove documents of the library.
+        keep: Warm passages of clients that the store lacked, while no request waits.
+        no_playground: Serve no page for browsers at /.
+        prefix_mb: Megabytes of finished requests to keep in memory for conversations that go on.
+        memory_gb: Gigabytes of passages' caches to keep in memory.
+        ray: Ray cluster to serve on: auto, local, or an address.
+        replicas: Replicas on Ray; the minimum if --most-replicas is given.
+        most_replicas: Maximum replicas that Ray starts under load.
+        cpus_per_replica: CPU cores of each replica.
+        gpus_per_replica: GPUs of each replica.
+    """
+
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: Annotated[int, Ge(1), Le(65535)] = 8000
+    waiting: Annotated[int, Ge(1)] = 64
+    most_tokens: Annotated[int, Ge(1)] = 4096
+    fidelity: FidelityOption = "fast"
+    top_k: Annotated[int, Ge(0)] = 6
+    retrieve: bool = False
+    editable: bool = False
+    keep: bool = False
+    no_playground: bool = False
+    prefix_mb: Annotated[int, Ge(0)] = 1000
+    memory_gb: Annotated[float, Ge(0)] = 2.0
     remote: Remote = None
-    ray: Annotated[str | None, Option(help="Ray cluster to serve on: auto, local, or an address.")] = None
-    replicas: Annotated[int, Option(min=1, help="Replicas on Ray; the minimum if --most-replicas is given.")] = 2
-    most_replicas: Annotated[int | None, Option(min=1, help="Maximum replicas that Ray starts under load.")] = None
-    cpus_per_replica: Annotated[float, Option(min=0.0, help="CPU cores of each replica.")] = 1.0
-    gpus_per_replica: Annotated[float, Option(min=0.0, help="GPUs of each replica.")] = 0.0
-
-    @property
-    def memory_bytes(self) -> int:
-        """Most bytes of the tier in memory."""
-        return int(self.memory_gb * 1e9)
+    ray: str | None = None
+    replicas: Annotated[int, Ge(1)] = 2
+    most_replicas: Annotated[int | None, Ge(1)] = None
+    cpus_per_replica: Annotated[float, Ge(0)] = 1.0
+    gpus_per_replica: Annotated[float, Ge(0)] = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoOptions(ModelOptions):
-    """Options of `qcfuse demo`."""
+class DemoOptions:
+    """What the demonstration asks and writes.
+
+    Attributes:
+        store: Folder to keep the store in; a temporary folder by default.
+        question: Question to ask instead of the built-in questions.
+        all: Ask all questions of the demonstration instead of six.
+        top_k: Number of documents to retrieve.
+        html: HTML page to write, with the answers and a picture.
+    """
 
     embedder: EmbedderName = None
-    store: Annotated[Path | None, Option(help="Folder to keep the store in; a temporary folder by default.")] = None
-    question: Annotated[str | None, Option(help="Question to ask instead of the built-in questions.")] = None
-    all: Annotated[bool, Option("--all", help="Ask all questions of the demonstration instead of six.")] = False
-    top_k: Annotated[int, Option(min=1, help="Number of documents to retrieve.")] = 4
-    html: Annotated[Path | None, Option(help="HTML page to write, with the answers and a picture.")] = None
+    store: Path | None = None
+    question: str | None = None
+    all: bool = False
+    top_k: Annotated[int, Ge(1)] = 4
+    html: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyOptions(MethodOptions):
-    """Options of `qcfuse verify`."""
+class VerifyOptions:
+    """What `qcfuse verify` tries, and when it is content.
 
-    ratio: Annotated[
-        float | None,
-        Option(help="Only share of reused tokens to try, 0 to 1; by default from 0.05 to the first that passes."),
-    ] = None
-    store: Annotated[
-        Path | None,
-        Option(help="Folder of a library, whose passages are used, or of a store; the verdict is saved in it."),
-    ] = None
-    size: Annotated[int, Option(min=1, help="Number of prompts of each of the three kinds.")] = 8
-    tokens: Annotated[int, Option(min=512, help="Length in tokens of the prompts with a hidden answer.")] = 1024
-    kl: Annotated[float, Option(min=0.0, help="Maximum mean divergence along answers, in nats.")] = 0.25
-    agreement: Annotated[float, Option(min=0.0, max=1.0, help="Minimum share of equal answer tokens.")] = 0.75
-    loss: Annotated[float, Option(min=0.0, max=1.0, help="Maximum share of hidden answers lost.")] = 0.1
+    Attributes:
+        ratio: Only share of reused tokens to try, 0 to 1; by default from 0.05 to the first that passes.
+        store: Folder of a library, whose passages are used, or of a store; the verdict is saved in it.
+        size: Number of prompts of each of the three kinds.
+        tokens: Length in tokens of the prompts with a hidden answer.
+        kl: Maximum mean divergence along answers, in nats.
+        agreement: Minimum share of equal answer tokens.
+        loss: Maximum share of hidden answers lost.
+    """
+
+    ratio: float | None = None
+    store: Path | None = None
+    size: Annotated[int, Ge(1)] = 8
+    tokens: Annotated[int, Ge(512)] = 1024
+    kl: Annotated[float, Ge(0)] = 0.25
+    agreement: Annotated[float, Ge(0), Le(1)] = 0.75
+    loss: Annotated[float, Ge(0), Le(1)] = 0.1
     tenant: Tenant = None
-
-
-class Numbers(StrEnum):
-    """Number formats of stored keys and values."""
-
-    MODEL = "model"
-    INT8 = "int8"
-    FP8 = "fp8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Options of `qcfuse plan`."""
+    """The corpus and the machine of `qcfuse plan`.
 
-    nodes: Annotated[int, Option(min=1, help="Number of passages in the corpus.")]
-    model: Annotated[str, Option(help="Shape such as qwen3-8b, or a model folder or id.")]
-    tokens: Annotated[int, Option(min=1, help="Tokens per passage.")] = 384
-    gpu: Annotated[str, Option(help="GPU: a100, l40s, h100, h200, b200, or here to measure this machine.")] = "h200"
-    retrieved: Annotated[int, Option(min=1, help="Passages per request.")] = 10
-    ratio: Annotated[float, Option(min=0.0, max=1.0, help="Share of their tokens to recompute.")] = 0.15
-    numbers: Annotated[Numbers, Option(help="Number format of stored keys and values.")] = Numbers.INT8
-    reached: Annotated[
-        float, Option(min=0.01, max=1.0, help="Share of a data sheet's rates to assume; ignored with --gpu here.")
-    ] = 0.5
-    caches: Annotated[int, Option(min=1, help="Caches per passage; the default method keeps two.")] = 2
+    Attributes:
+        nodes: Number of passages in the corpus.
+        model: Shape such as qwen3-8b, or a model folder or id.
+        tokens: Tokens per passage.
+        gpu: GPU: a100, l40s, h100, h200, b200, or here to measure this machine.
+        retrieved: Passages per request.
+        ratio: Share of their tokens to recompute.
+        numbers: Number format of stored keys and values.
+        reached: Share of a data sheet's rates to assume; ignored with --gpu here.
+        caches: Caches per passage; the default method keeps two.
+    """
+
+    nodes: Annotated[int, Ge(1)]
+    model: str
+    tokens: Annotated[int, Ge(1)] = 384
+    gpu: str = "h200"
+    retrieved: Annotated[int, Ge(1)] = 10
+    ratio: Annotated[float, Ge(0), Le(1)] = 0.15
+    numbers: Literal["model", "int8", "fp8"] = "int8"
+    reached: Annotated[float, Ge(0.01), Le(1)] = 0.5
+    caches: Annotated[int, Ge(1)] = 2
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one parameter per field of its `options` dataclass, for Typer to read.
+    """Give a command one parameter for each field of its dataclasses, for Typer to read.
 
-    The command refuses a model's folder or file that does not exist before it does anything else.
+    `Annotated[EngineConfig, names]` stands for these fields. The command refuses a model's folder or file that does
+    not exist before it does anything else.
     """
     signature = inspect.signature(command, eval_str=True)
-    options_type = signature.parameters["options"].annotation
-    fields = inspect.signature(options_type, eval_str=True).parameters
     parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type, list[str]]] = {}
     for name, parameter in signature.parameters.items():
-        parameters += fields.values() if name == "options" else [parameter.replace(kind=parameter.KEYWORD_ONLY)]
+        annotation = parameter.annotation
+        settings, *names = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
+        if dataclasses.is_dataclass(settings):
+            made = _parameters(settings, *names)
+            groups[name] = settings, [field.name for field in made]
+            parameters += made
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def expanded(**values: Any) -> None:
-        options = options_type(**{name: values.pop(name) for name in fields})
-        if isinstance(options, ModelOptions) and options.model is not None:
-            model_source(options.model)  # before the command imports torch and transformers, which takes seconds
-        command(options=options, **values)
+        for name, (settings, fields) in groups.items():
+            values[name] = settings(**{field: values.pop(field) for field in fields})
+            if isinstance(values[name], ModelConfig) and values[name].model is not None:
+                model_source(values[name].model)  # before the command imports torch, which takes seconds
+        command(**values)
 
     expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return expanded
+
+
+def _parameters(settings: type, names: tuple[str, ...] | None = None) -> list[inspect.Parameter]:
+    """Return the parameters for a dataclass's fields, or for some; a field with an `Option` of its own keeps it."""
+    declared, fields = declared_options(settings), inspect.signature(settings, eval_str=True).parameters
+    parameters = []
+    for name in names or declared:
+        option, field = declared[name], fields[name]
+        own = [part for part in get_args(field.annotation) if type(part).__module__.startswith("typer")]
+        annotation = field.annotation if own else Annotated[option.type, _typer_option(name, option)]
+        parameters.append(field.replace(annotation=annotation, kind=inspect.Parameter.KEYWORD_ONLY))
+    return parameters
+
+
+def _typer_option(name: str, option: DeclaredOption) -> Any:
+    flags = [f"--{name.replace('_', '-')}"] if option.default is False else []  # no flag that switches it off
+    parser = {"parser": json_object, "metavar": "JSON"} if "dict" in str(option.type) else {}
+    limits = {"min": option.limits.get("ge"), "max": option.limits.get("le")}
+    return Option(*flags, help=option.text, **limits, **parser)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read the JSON object of an option.
+
+    Raises:
+        QCFuseError: if the text is none.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise QCFuseError(f"--chat-template-kwargs is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise QCFuseError("--chat-template-kwargs has to be a JSON object")
+    return found

@@ -24,7 +24,7 @@ def plan_corpus(options: PlanOptions, *, as_json: bool) -> None:
         tokens=options.tokens,
         retrieved=options.retrieved,
         ratio=options.ratio,
-        number_bytes=NUMBERS[options.numbers.value],
+        number_bytes=NUMBERS[options.numbers],
         caches=options.caches,
     )
     sizing = size_up(shape, rates, plan)

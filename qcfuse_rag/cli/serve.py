@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,9 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, print_line, print_note, status
 from qcfuse_rag.cli.library import open_engine, print_verdict_note, with_settings
 from qcfuse_rag.cli.options import ServeOptions
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.library.folder import (
     existing_store_folder,
     has_secret,
@@ -37,12 +38,11 @@ if TYPE_CHECKING:  # needs the extra `cli`
 TOKEN_VARIABLE = "QCFUSE_TOKEN"
 
 
-def serve_library(library: Path, options: ServeOptions) -> None:
+def serve_library(library: Path, config: EngineConfig, options: ServeOptions) -> None:
     """Serve requests until interrupted, then finish the requests in progress."""
     settings = LibrarySettings.load(library)
-    options = with_settings(options, settings)
-    method = options.chosen_method()
-    settings.require_caches(method)
+    config = replace(with_settings(config, settings), prefix_bytes=options.prefix_mb * 1_000_000)
+    settings.require_caches(config.chosen_method())
     token = os.environ.get(TOKEN_VARIABLE) or None
     if token is None and not _is_loopback(options.host):
         raise QCFuseError(
@@ -54,7 +54,7 @@ def serve_library(library: Path, options: ServeOptions) -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[serve]'`") from error
-    name = options.name or served_model_id(options.model or default_model())
+    name = options.name or served_model_id(config.model or default_model())
     refused = [f"--{flag}" for flag in ("retrieve", "editable", "keep") if getattr(options, flag)]
     if options.ray is not None and refused:
         raise QCFuseError(f"replicas on Ray have no {' and no '.join(refused)}; leave that out, or --ray")
@@ -63,9 +63,9 @@ def serve_library(library: Path, options: ServeOptions) -> None:
     if options.remote is None:
         existing_store_folder(library)  # do not create a library under a misspelt name
     if options.ray is None:
-        _serve_in_process(library, method, options, settings, name, token)
+        _serve_in_process(library, config, options, settings, name, token)
     else:
-        _serve_on_ray(library, method, options, settings, name, token)
+        _serve_on_ray(library, config, options, name, token)
 
 
 def served_model_id(model: str) -> str:
@@ -84,7 +84,7 @@ def served_model_id(model: str) -> str:
 
 
 def _serve_in_process(
-    library: Path, method: Method, options: ServeOptions, settings: LibrarySettings, name: str, token: str | None
+    library: Path, config: EngineConfig, options: ServeOptions, settings: LibrarySettings, name: str, token: str | None
 ) -> None:
     from qcfuse_rag.engine.engine_handle import EngineHandle
     from qcfuse_rag.engine.scheduler import SchedulerSettings
@@ -96,9 +96,8 @@ def _serve_in_process(
     from qcfuse_rag.server.playground import add_playground
 
     listener = _bind(options)
-    with open_library_store(library, remote=options.remote, memory_bytes=options.memory_bytes) as store:
-        engine = open_engine(store, method, options, settings)
-        engine.prefixes.limit_bytes = options.prefix_mb * 1_000_000
+    with open_library_store(library, remote=options.remote, memory_bytes=int(options.memory_gb * 1e9)) as store:
+        engine = open_engine(store, config, settings)
         print_verdict_note(engine)
         if not engine.prompts.chat_template.shows_tools:
             print_note(
@@ -121,7 +120,7 @@ def _serve_in_process(
             served,
             name,
             most_tokens=options.most_tokens,
-            fidelity=options.fidelity.value,
+            fidelity=options.fidelity,
             max_requests=requests,
             library=documents,
             retrieve=options.retrieve,
@@ -174,9 +173,7 @@ def _served_library(folder: Path, engine: FusionEngine, options: ServeOptions) -
     )
 
 
-def _serve_on_ray(
-    library: Path, method: Method, options: ServeOptions, settings: LibrarySettings, name: str, token: str | None
-) -> None:
+def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions, name: str, token: str | None) -> None:
     from qcfuse_rag.cluster.pool import connect
     from qcfuse_rag.cluster.workers import RayWorkers
 
@@ -189,17 +186,17 @@ def _serve_on_ray(
     store_settings: dict[str, Any] = {
         "folder": str(store_folder(library).resolve()),
         "remote": options.remote,
-        "memory_bytes": options.memory_bytes,
+        "memory_bytes": int(options.memory_gb * 1e9),
     }
     replica = RayWorkers(
-        model=options.model or default_model(),
+        model=config.model or default_model(),
         store=store_settings,
         count=options.replicas,
         cpus=options.cpus_per_replica,
         gpus=options.gpus_per_replica,
-        device=options.device,
-        dtype=options.dtype,
-        weights=options.weight_format,
+        device=config.device,
+        dtype=config.dtype,
+        weights=config.weights,
     )
     autoscaling = None
     if options.most_replicas is not None:
@@ -207,16 +204,16 @@ def _serve_on_ray(
     deployment = EngineDeployment(
         replica,
         name,
-        method=method,
-        template=options.worded(settings.template),
+        method=config.chosen_method(),
+        template=config.wording,
         token=token,
         hosts=(*LOOPBACK, options.host),
         most_tokens=options.most_tokens,
-        fidelity=options.fidelity.value,
+        fidelity=options.fidelity,
         playground=not options.no_playground,
         max_queued=options.waiting,
         autoscaling=autoscaling,
-        prefix_bytes=options.prefix_mb * 1_000_000,
+        prefix_bytes=config.prefix_bytes,
     )
     run_deployment(deployment, host=options.host, port=options.port)
     try:

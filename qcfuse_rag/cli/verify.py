@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
@@ -9,6 +10,7 @@ from rich.table import Table
 from qcfuse_rag.cli.console import OUT, print_json, print_line, progress_bar
 from qcfuse_rag.cli.library import open_engine, with_settings
 from qcfuse_rag.cli.options import VerifyOptions
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.library.folder import existing_store_folder, index_folder, open_library_store
 from qcfuse_rag.library.index import METADATA, PassageIndex
 from qcfuse_rag.library.settings import LibrarySettings
@@ -17,7 +19,7 @@ from qcfuse_rag.verification.sweep import VerifyLimits, VerifySettings, verify
 from qcfuse_rag.verification.verdict import EXACTNESS, Check, Trial, Verdict
 
 
-def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:
+def run_verify(config: EngineConfig, options: VerifyOptions, *, as_json: bool) -> bool:
     """Verify a method, save the verdict in the library's store, if given, and return whether a ratio passed.
 
     The passages are those of the library, or the demonstration's.
@@ -25,18 +27,19 @@ def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:
     limits = VerifyLimits(kl=options.kl, agreement=options.agreement, loss=options.loss)
     settings = VerifySettings(size=options.size, tokens=options.tokens, limits=limits)
     folder, library = options.store, None
+    config = replace(config, ratio=options.ratio)
     if folder is not None:
         existing_store_folder(folder)  # do not create a library under a misspelt name
         library = LibrarySettings.load(folder)
-        options = with_settings(options, library)
-    method = options.chosen_method()
+        config = with_settings(config, library)
+    method = config.chosen_method()
     if library is not None:
         library.require_caches(method)
     texts: list[str] = []
     with MemoryStore() if folder is None else open_library_store(folder, tenant=options.tenant) as store:
         if library is not None and (index_folder(library.folder, store) / METADATA).exists():
             texts = [passage.text for passage in PassageIndex.load(index_folder(library.folder, store)).passages]
-        engine = open_engine(store, method, options, library)
+        engine = open_engine(store, config, library, method=method)
         with progress_bar("verifying", "prompts") as advance:
             verdict = verify(engine, method, texts=texts, settings=settings, progress=advance)
         saved = None if store.folder is None else verdict.save(store.folder)

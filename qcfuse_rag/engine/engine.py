@@ -116,9 +116,7 @@ class FusionEngine:
             options["method"] = method
         config = replace(model, **options) if isinstance(model, EngineConfig) else EngineConfig(model=model, **options)
         template, chosen = config.wording, method if isinstance(method, Method) else config.chosen_method()
-        lm = LanguageModel.load(
-            config.model or default_model(), device=config.device, dtype=config.dtype, weights=config.weights
-        )
+        lm = LanguageModel.load(config.model or default_model(), **config.load_options())
         lm, opened, chosen, engine_verdict = open_parts(
             lm, store or config.store, chosen, check=config.check, policy=config.verdict
         )

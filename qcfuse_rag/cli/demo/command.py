@@ -5,17 +5,19 @@ from __future__ import annotations
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.live import Live
 
-from qcfuse_rag.bundled import Question, corpus, default_embedder, default_model, demonstration_questions
+from qcfuse_rag.bundled import Question, corpus, default_embedder, demonstration_questions
 from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar, size, status
 from qcfuse_rag.cli.demo.page import demo_page
 from qcfuse_rag.cli.demo.pair import AnsweredPair, PairView, ask_both
 from qcfuse_rag.cli.demo.table import summarise, summary_table
 from qcfuse_rag.cli.options import DemoOptions
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.ingestion.warm_job import WarmSummary
 from qcfuse_rag.library.embedder import Embedder
@@ -28,7 +30,7 @@ FUSED_SHARE = 0.5
 """Share of full prefill's time to expect of a fused answer, decoding of both included, for the estimate."""
 
 
-def run_demo(options: DemoOptions, *, as_json: bool) -> None:
+def run_demo(config: EngineConfig, options: DemoOptions, *, as_json: bool) -> None:
     """Run the demonstration: print each question's two answers and a table, or one JSON object."""
     asked, texts = chosen_questions(options), list(corpus().values())
     if not as_json:
@@ -41,17 +43,9 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
     with ExitStack() as stack:
         folder = options.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qcfuse-demo-")))
         with status("loading the model and checking it against its own code"):
-            engine = stack.enter_context(
-                FusionEngine.load(
-                    options.model or default_model(),
-                    store=folder / "kv",
-                    device=options.device,
-                    dtype=options.dtype,
-                    weights=options.weight_format,
-                    compiled=False,
-                    prefix_bytes=0,  # or the second side would reuse what the first one computed
-                )
-            )
+            # prefix_bytes=0, or the second side would reuse what the first one computed
+            own = replace(config, store=str(folder / "kv"), compiled=False, prefix_bytes=0)
+            engine = stack.enter_context(FusionEngine.load(own))
             embed = Embedder(options.embedder or default_embedder())
             vectors = embed(texts)
         plan = engine.corpus.warm_job([engine.prompts.chunk_ids(text) for text in texts]).plan(measure=not as_json)
