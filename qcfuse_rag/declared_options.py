@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import operator
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -36,7 +37,7 @@ class DeclaredOption(NamedTuple):
     type: Any
     default: Any
     text: str
-    limits: dict[str, float]
+    limits: dict[str, Any]
 
 
 @cache
@@ -75,3 +76,21 @@ def _attribute_texts(settings: type) -> dict[str, str]:
         entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)
         texts |= {name: " ".join(text.split()) for name, text in entries}
     return texts
+
+
+def pydantic_fields(settings: type, names: Iterable[str], *, optional: bool = False) -> dict[str, Any]:
+    """Return fields for `pydantic.create_model`: options of a settings dataclass, with their limits and texts.
+
+    Args:
+        settings: the dataclass.
+        names: of the options.
+        optional: whether each may be None, which is the default then and leaves the choice to others.
+    """
+    from pydantic import Field
+
+    fields = {}
+    for name in names:
+        option = declared_options(settings)[name]
+        kind, default = (option.type | None, None) if optional else (option.type, option.default)
+        fields[name] = (kind, Field(default=default, description=option.text, **option.limits))
+    return fields

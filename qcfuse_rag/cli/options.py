@@ -283,9 +283,10 @@ def _parameters(settings: type, names: tuple[str, ...] | None = None) -> list[in
 
 def _typer_option(name: str, option: DeclaredOption) -> Any:
     flags = [f"--{name.replace('_', '-')}"] if option.default is False else []  # no flag that switches it off
-    parser = {"parser": json_object, "metavar": "JSON"} if "dict" in str(option.type) else {}
-    limits = {"min": option.limits.get("ge"), "max": option.limits.get("le")}
-    return Option(*flags, help=option.text, **limits, **parser)
+    settings: dict[str, Any] = {"min": option.limits.get("ge"), "max": option.limits.get("le")}
+    if "dict" in str(option.type):
+        settings |= {"parser": json_object, "metavar": "JSON"}
+    return Option(*flags, help=option.text, **settings)
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions, na
         "memory_bytes": int(options.memory_gb * 1e9),
     }
     replica = RayWorkers(
-        model=config.model or default_model(),
+        model=config.model,
         store=store_settings,
         count=options.replicas,
         cpus=options.cpus_per_replica,
@@ -204,8 +204,7 @@ def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions, na
     deployment = EngineDeployment(
         replica,
         name,
-        method=config.chosen_method(),
-        template=config.wording,
+        config=config,
         token=token,
         hosts=(*LOOPBACK, options.host),
         most_tokens=options.most_tokens,
@@ -213,7 +212,6 @@ def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions, na
         playground=not options.no_playground,
         max_queued=options.waiting,
         autoscaling=autoscaling,
-        prefix_bytes=config.prefix_bytes,
     )
     run_deployment(deployment, host=options.host, port=options.port)
     try:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, print_note, progress_bar, size
 from qcfuse_rag.cli.library import open_engine, with_settings
 from qcfuse_rag.cli.options import WORDING, CorpusOptions, JobOptions, json_object
@@ -276,7 +275,7 @@ def _ray_workers(
     if remote:
         store_settings = {"remote": remote, "numbers": engine.store.numbers, "ttl_s": engine.store.ttl_s}
     return RayWorkers(
-        model=config.model or default_model(),
+        model=config.model,
         store=store_settings,
         address=job.ray,
         count=job.workers,

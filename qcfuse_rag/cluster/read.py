@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cluster.pool import Columns, connect, map_with_workers
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.errors import QCFuseError
@@ -66,7 +67,7 @@ def read_on_ray(
         "file",
         files,
         ReadWorker,
-        (workers.model, max_tokens),
+        (workers.model or default_model(), max_tokens),
         batch_size=FILES_AT_ONCE,
         progress=progress,
     )

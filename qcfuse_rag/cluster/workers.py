@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cluster.pool import Columns, connect, map_with_workers
+from qcfuse_rag.engine.config import ModelConfig
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.batches import BatchResult, store_batch, system_prefix
 from qcfuse_rag.ingestion.target import Batch, Ids, PrefillTarget
 from qcfuse_rag.methods import find_base
-from qcfuse_rag.models.source import WeightFormat
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.entry.encryption import environment_secret
@@ -28,33 +29,27 @@ from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.verification.exactness import check_exact_once
 
 
-@dataclass(frozen=True, slots=True)
-class RayWorkers:
-    """The settings of a pool of prefill workers.
+@dataclass(frozen=True, kw_only=True)
+class RayWorkers(ModelConfig):
+    """The settings of a pool of workers, each with a model that it can load by this name.
+
+    Set the dtype if the workers have GPUs and this machine has none.
 
     Attributes:
-        model: Hugging Face id, folder or GGUF file that every worker can load.
         store: options of `open_store` for the store that all workers share: `remote`, or a `folder` on a shared file
             system. If this process has a secret (QCFUSE_SECRET), the workers need it too: it does not travel.
         address: address of the cluster; `auto` for the one of this machine, `local` to start one here.
         count: number of workers.
         cpus: CPU cores of each worker.
         gpus: GPUs of each worker.
-        device: see `LanguageModel.load`.
-        dtype: see `LanguageModel.load`; set it if the workers have GPUs and this machine has none.
-        weights: see `LanguageModel.load`.
         runtime_env: Ray's `runtime_env` for the workers.
     """
 
-    model: str
     store: Mapping[str, Any]
     address: str = "auto"
     count: int = 2
     cpus: float = 1
     gpus: float = 0
-    device: str | None = None
-    dtype: str | None = None
-    weights: WeightFormat | None = None
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,7 +62,7 @@ class RayWorkers:
 
     def open(self) -> tuple[LanguageModel, KVStore]:
         """Load the model and open the store, in a worker."""
-        lm = LanguageModel.load(self.model, device=self.device, dtype=self.dtype, weights=self.weights or "model")
+        lm = LanguageModel.load(self.model or default_model(), **self.load_options())
         return lm, open_store(**self.store)
 
     def resources(self) -> dict[str, Any]:

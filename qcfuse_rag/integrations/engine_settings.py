@@ -7,22 +7,12 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, create_model
 
-from qcfuse_rag.declared_options import declared_options
+from qcfuse_rag.declared_options import pydantic_fields
 from qcfuse_rag.engine.config import LOAD_SETTINGS, EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.errors import MisplacedSetting
 from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS, SamplingParams
-
-
-def pydantic_fields(settings: type, names: Sequence[str]) -> dict[str, Any]:
-    """Return fields for `pydantic.create_model`: these options of a settings dataclass, with their limits and texts."""
-    options = {name: declared_options(settings)[name] for name in names}
-    return {
-        name: (option.type, Field(default=option.default, description=option.text, **option.limits))
-        for name, option in options.items()
-    }
-
 
 DeclaredSettings: Any = create_model(
     "DeclaredSettings",

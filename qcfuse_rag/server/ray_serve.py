@@ -34,7 +34,6 @@ from qcfuse_rag.engine.scheduler import SchedulerSettings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.generation.sampling_params import Fidelity
-from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
 from qcfuse_rag.server.playground import add_playground
@@ -67,8 +66,8 @@ class EngineDeployment:
     Attributes:
         replica: model, store and resources of each replica; `count` is the number of replicas without autoscaling.
         name: the model's name for clients.
-        method: decides what to reuse and what to recompute.
-        template: the wording of prompts; None for the default.
+        config: the other options of each replica's engine, such as the wording of prompts.
+        method: instead of the config's, see `FusionEngine.load`.
         token: that clients send; None admits every client.
         hosts: allowed host names if there is no token, see `AuthMiddleware`; None allows any.
         most_tokens: length limit of an answer.
@@ -77,13 +76,12 @@ class EngineDeployment:
         max_ongoing: most requests at a time in a replica.
         max_queued: most requests that wait for a replica; further requests get 429.
         autoscaling: Ray Serve's autoscaling options, such as `{"min_replicas": 1, "max_replicas": 8}`.
-        prefix_bytes: of each replica, see `FusionEngine`; 0 keeps no finished requests.
     """
 
     replica: RayWorkers
     name: str
+    config: EngineConfig = field(default_factory=EngineConfig)
     method: Method | None = None
-    template: PromptTemplate | None = None
     token: str | None = field(default=None, repr=False)
     hosts: tuple[str, ...] | None = None
     most_tokens: int = 4096
@@ -92,7 +90,6 @@ class EngineDeployment:
     max_ongoing: int = 16
     max_queued: int = 64
     autoscaling: Mapping[str, Any] | None = None
-    prefix_bytes: int = EngineConfig.prefix_bytes
 
     def application(self) -> serve.Application:
         """Return the application for `serve.run`."""
@@ -126,18 +123,9 @@ class EngineReplica:
 
     def __init__(self, deployment: EngineDeployment) -> None:
         replica = deployment.replica
-        engine = FusionEngine.load(
-            replica.model,
-            store=open_store(**replica.store),
-            template=deployment.template,
-            method=deployment.method,
-            device=replica.device,
-            dtype=replica.dtype,
-            weights=replica.weights,
-            verdict="ignore",
-            compiled=False,
-            prefix_bytes=deployment.prefix_bytes,
-        )
+        model = {"model": replica.model, **replica.load_options()}
+        config = replace(deployment.config, verdict="ignore", compiled=False, **model)
+        engine = FusionEngine.load(config, store=open_store(**replica.store), method=deployment.method)
         engine.compile()
         self._handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=deployment.max_ongoing * MAX_ANSWERS + 1))
         if deployment.fidelity == "heal":

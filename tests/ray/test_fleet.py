@@ -31,7 +31,7 @@ def deployment(cluster: str, model: str, tmp_path_factory: pytest.TempPathFactor
 
     bucket = f"file://{tmp_path_factory.mktemp('bucket')}"
     method = make_method("prophetkv", ratio=0.1, base=FRAMED)
-    replica = RayWorkers(model, {"remote": bucket}, address=cluster, count=2, device="cpu")
+    replica = RayWorkers(model=model, store={"remote": bucket}, address=cluster, count=2, device="cpu")
     with FusionEngine.load(model, store=replica.open()[1], device="cpu", method=method, verdict="ignore") as engine:
         engine.warm(PASSAGES)
     running = EngineDeployment(replica, "tiny", method=method, token=TOKEN, max_ongoing=4, max_queued=400)

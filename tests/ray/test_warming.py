@@ -38,7 +38,7 @@ def kill_a_worker() -> int:
 def test_500_chunks_with_a_worker_killed_are_the_local_jobs_500_chunks(
     cluster: str, model: str, tmp_path: Path
 ) -> None:
-    workers = RayWorkers(model, {"folder": str(tmp_path / "ray")}, address=cluster)
+    workers = RayWorkers(model=model, store={"folder": str(tmp_path / "ray")}, address=cluster)
     killed = 0
 
     def kill_halfway(done: int, total: int) -> None:
@@ -70,7 +70,7 @@ def test_500_chunks_with_a_worker_killed_are_the_local_jobs_500_chunks(
 
 def test_what_is_made_of_others_is_made_after_them(cluster: str, model: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"bases": [FRAMED, PRIMED, ENRICHED], "batch_tokens": 300}
-    workers = RayWorkers(model, {"folder": str(tmp_path / "ray")}, address=cluster)
+    workers = RayWorkers(model=model, store={"folder": str(tmp_path / "ray")}, address=cluster)
     with FusionEngine.load(model, store=tmp_path / "local", device="cpu", method=METHOD, verdict="ignore") as here:
         here.warm(CHUNKS[:12], **options)
     with FusionEngine.load(model, store=tmp_path / "ray", device="cpu", method=METHOD, verdict="ignore") as there:
@@ -80,7 +80,7 @@ def test_what_is_made_of_others_is_made_after_them(cluster: str, model: str, tmp
 
 def test_a_shared_bucket(cluster: str, model: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'bucket'}"
-    workers = RayWorkers(model, {"remote": url}, address=cluster)
+    workers = RayWorkers(model=model, store={"remote": url}, address=cluster)
     store = open_store(tmp_path / "mine", remote=url)
     with FusionEngine.load(model, store=store, device="cpu", method=METHOD, verdict="ignore") as engine:
         assert engine.warm(CHUNKS[:20], bases=[FRAMED], workers=workers).warmed == 20
@@ -90,7 +90,7 @@ def test_a_shared_bucket(cluster: str, model: str, tmp_path: Path) -> None:
 
 
 def test_a_worker_with_another_model_says_so(cluster: str, model: str, tmp_path: Path) -> None:
-    workers = RayWorkers(model, {"folder": str(tmp_path / "ray")}, address=cluster, dtype="bfloat16")
+    workers = RayWorkers(model=model, store={"folder": str(tmp_path / "ray")}, address=cluster, dtype="bfloat16")
     with (
         FusionEngine.load(model, store=tmp_path / "ray", device="cpu", method=METHOD, verdict="ignore") as engine,
         pytest.raises(QCFuseError, match="same dtype"),

@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
-from qcfuse_rag import RayWorkers
+from qcfuse_rag import EngineConfig, RayWorkers
 from qcfuse_rag.server import ray_serve
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Event
@@ -93,7 +93,7 @@ async def test_a_full_line_is_429() -> None:
     (only,) = await events(Answers((0, BackPressureError(9, 8))), stream=True)
     assert only.status == 429
     app = Ingress(
-        EngineDeployment(RayWorkers("model", {}), "tiny"), Answers((0, BackPressureError(9, 8)))
+        EngineDeployment(RayWorkers(model="model", store={}), "tiny"), Answers((0, BackPressureError(9, 8)))
     ).__serve_build_asgi_app__()
     async with client(app) as http:
         assert (await ask(http)).headers["retry-after"] == "1"
@@ -101,7 +101,7 @@ async def test_a_full_line_is_429() -> None:
 
 async def test_a_request_that_no_replica_could_answer_is_refused_before_routing() -> None:
     answers = Answers()
-    app = Ingress(EngineDeployment(RayWorkers("model", {}), "tiny"), answers).__serve_build_asgi_app__()
+    app = Ingress(EngineDeployment(RayWorkers(model="model", store={}), "tiny"), answers).__serve_build_asgi_app__()
     async with client(app) as http:
         for refused in ({"documents": ["\ud800"]}, {"guided_json": {"type": "object"}}, {"stop": ["x"] * 17}):
             assert (await ask(http, **refused)).status_code == 400
@@ -109,7 +109,7 @@ async def test_a_request_that_no_replica_could_answer_is_refused_before_routing(
 
 
 async def test_a_server_of_this_machine_alone_takes_its_own_host_names() -> None:
-    deployment = EngineDeployment(RayWorkers("model", {}), "tiny", hosts=("localhost",))
+    deployment = EngineDeployment(RayWorkers(model="model", store={}), "tiny", hosts=("localhost",))
     async with client(Ingress(deployment, Answers()).__serve_build_asgi_app__(), host="page.example") as http:
         assert "set QCFUSE_TOKEN" in error(await http.get("/v1/models"))
 
@@ -123,9 +123,10 @@ async def test_what_a_replica_raises_is_not_told_to_clients() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("settings", "reuses"), [({}, True), ({"prefix_bytes": 0}, False)])
 async def test_replicas_keep_as_many_bytes_of_requests_as_the_deployment_says(
-    model_folder: str, settings: dict[str, int], reuses: bool
+    model_folder: str, settings: dict[str, Any], reuses: bool
 ) -> None:
-    deployment = EngineDeployment(RayWorkers(model_folder, {}, device="cpu"), "tiny", method=METHOD, **settings)
+    replica_settings = RayWorkers(model=model_folder, store={}, device="cpu")
+    deployment = EngineDeployment(replica_settings, "tiny", config=EngineConfig(**settings), method=METHOD)
     replica = EngineReplica(deployment)
     reports = []
     for _ in range(2):
@@ -149,7 +150,7 @@ def test_serve_passes_the_limits_of_memory_to_replicas(
     open_store(tmp_path).close()
     run.text("serve", "--store", tmp_path, "--ray", "local", "--memory-gb", 3, *option)
     (deployment,) = deployments
-    assert deployment.prefix_bytes == expected
+    assert deployment.config.prefix_bytes == expected
     assert deployment.replica.store["memory_bytes"] == 3 * 10**9
 
 

@@ -305,9 +305,9 @@ def test_no_command_uses_a_plain_store_if_there_is_a_secret(
 
 
 def test_workers_of_a_process_with_a_secret_need_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = RayWorkers("model", {"folder": str(tmp_path)})
+    plain = RayWorkers(model="model", store={"folder": str(tmp_path)})
     monkeypatch.setenv("QCFUSE_SECRET", SECRET.decode())
-    by_environment = RayWorkers("model", {"folder": str(tmp_path)})
+    by_environment = RayWorkers(model="model", store={"folder": str(tmp_path)})
     monkeypatch.delenv("QCFUSE_SECRET")
     for workers in (by_environment, plain.requiring_encryption()):
         with pytest.raises(StoreError, match=r"encryption needs a secret; .*QCFUSE_SECRET"):

@@ -11,12 +11,13 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from qcfuse_rag.declared_options import pydantic_fields
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.response_format import ResponseFormat
-from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
+from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS, Fidelity, SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.segments import Prompt
 
@@ -65,7 +66,13 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class GenerationRequest(BaseModel):
+SAMPLING_FIELDS = pydantic_fields(SamplingParams, SAMPLING_SETTINGS, optional=True)
+"""What a request may leave to the server: the settings of `SamplingParams`, within OpenAI's limits where it has some."""
+
+DeclaredRequest: Any = create_model("DeclaredRequest", **SAMPLING_FIELDS)
+
+
+class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that pydantic makes has no type
     """A request for answers.
 
     Unknown fields are ignored, as by other servers; unsupported fields that would change the answer are refused.
@@ -94,17 +101,13 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1, strict=True)
     temperature: float | None = Field(default=None, ge=0, le=100)
-    top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, strict=True)
-    min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=MAX_BIASES)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | FailFastList[str] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_ANSWERS, strict=True)
-    fidelity: Fidelity | None = None
     method: Literal["full"] | None = None
     explain: bool | None = None
 
@@ -191,19 +194,12 @@ class GenerationRequest(BaseModel):
         max_tokens = self.token_limit or min(self.DEFAULT_TOKENS, most_tokens)
         if max_tokens > most_tokens:
             raise QCFuseError(f"max_tokens is {max_tokens}, and this server gives at most {most_tokens}")
+        given = {name: getattr(self, name) for name in SAMPLING_SETTINGS if getattr(self, name) is not None}
         return SamplingParams(
+            **{"fidelity": fidelity, **given, "top_k": max(self.top_k or 0, 0)},  # vLLM's -1 keeps all, too
             max_new_tokens=max_tokens,
-            temperature=self.temperature or 0.0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),  # vLLM's -1 keeps all, too
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=tuple((self.logit_bias or {}).items()),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            seed=self.seed,
-            fidelity=self.fidelity or fidelity,
             logprobs=self.top_count,
         )
 
