@@ -66,10 +66,9 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-SAMPLING_FIELDS = pydantic_fields(SamplingParams, SAMPLING_SETTINGS, optional=True)
-"""What a request may leave to the server: the settings of `SamplingParams`, within OpenAI's limits where it has some."""
-
-DeclaredRequest: Any = create_model("DeclaredRequest", **SAMPLING_FIELDS)
+DeclaredRequest: Any = create_model(
+    "DeclaredRequest", **pydantic_fields(SamplingParams, SAMPLING_SETTINGS, optional=True)
+)
 
 
 class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that pydantic makes has no type
