@@ -13,7 +13,6 @@ from benchmarks.profile.measure import profile_layers
 from benchmarks.quality.tables import new_figure
 from benchmarks.questions import demo_samples, read_samples
 from benchmarks.samples import Sample
-from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, status
 from qcfuse_rag.cli.library import with_settings
 from qcfuse_rag.engine.config import EngineConfig

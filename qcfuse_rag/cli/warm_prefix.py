@@ -11,8 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 from qcfuse_rag.cli.console import print_json, print_line, print_note, size, status
 from qcfuse_rag.cli.library import open_engine, with_settings
 from qcfuse_rag.cli.options import PrefixOptions
-from qcfuse_rag.engine.system_prefixes import MIN_TOKENS
 from qcfuse_rag.engine.config import EngineConfig
+from qcfuse_rag.engine.system_prefixes import MIN_TOKENS
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.folder import existing_store_folder, open_library_store
 from qcfuse_rag.library.settings import LibrarySettings
