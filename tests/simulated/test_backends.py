@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
-from qcfuse_rag.verification.exactness import check_exact
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
 from tests.support import seams
@@ -38,7 +37,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, ...]]:
     return seen
 
 
-@pytest.mark.parametrize("work", ["warming", "full", "rows", "steps", "check"])
+@pytest.mark.parametrize("work", ["full", "rows", "steps"])
 def test_torch_attends_by_the_chosen_backends(
     work: str,
     device: Device,
@@ -53,17 +52,14 @@ def test_torch_attends_by_the_chosen_backends(
     backends.clear()  # of measuring the model's windows, once
     engine.warm(PASSAGES, bases=(BLIND, FRAMED))
     prompt = engine.prompt(QUESTION, PASSAGES)
-    if work != "warming":
-        backends.clear()
+    backends.clear()
     if work == "full":
         engine.prefill(prompt, method=make_method("full"))
     elif work == "rows":
         engine.prefill(prompt, method=make_method("prophetkv", ratio=0.3, base=FRAMED))
-    elif work == "steps":
+    else:
         prefilled = engine.prefill(prompt, method=make_method("reuse", base=FRAMED), answer_tokens=1)
         backends.clear()
         engine.runner.decodes([5], [len(prompt)], [prefilled.buffer])
-    elif work == "check":
-        check_exact(lm)
     assert set(backends) == {(False, True, True, True)}
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
