@@ -24,7 +24,7 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.fusion.guard import IN_FULL
+from qcfuse_rag.fusion.method import IN_FULL
 from qcfuse_rag.methods.fusionrag import NEIGHBOURS
 from qcfuse_rag.methods.qcfuse.layers import critical_layers
 from qcfuse_rag.models.fingerprint import digest

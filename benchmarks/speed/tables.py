@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.quality.tables import figures, markdown_table, new_figure
-from qcfuse_rag.fusion.guard import IN_FULL
+from qcfuse_rag.fusion.method import IN_FULL
 from qcfuse_rag.store.quantization import LOSSLESS
 
 PREFILL = (

@@ -32,7 +32,7 @@ from benchmarks.studies.runner import StudyResult, StudyRun
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
-from qcfuse_rag.fusion.guard import IN_FULL
+from qcfuse_rag.fusion.method import IN_FULL
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.prompts.chat_template import ChatTemplate

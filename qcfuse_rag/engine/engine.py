@@ -19,9 +19,8 @@ from qcfuse_rag.engine.opening import open_parts
 from qcfuse_rag.engine.system_prefixes import SystemPrefixes
 from qcfuse_rag.fusion.lookup import rows_if_stored
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import Prefilled, fuse_in_parts
+from qcfuse_rag.fusion.pipeline import PartRows, Parts, Prefilled, complete, fuse_in_parts
 from qcfuse_rag.fusion.prefix_cache import PrefixCache
-from qcfuse_rag.fusion.recompute import PartRows, Parts, complete
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decoding import Generation, TextStream
 from qcfuse_rag.generation.response_format import ResponseFormat

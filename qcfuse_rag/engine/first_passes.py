@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from itertools import product
 from math import ceil
 
-from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.lookup import plan_lookups
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import FixedRatio, Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens

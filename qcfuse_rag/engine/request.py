@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.fusion.recompute import Parts
+from qcfuse_rag.fusion.pipeline import Parts, Prefilled
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decoding import Decoder, Generation, make_decoder
 from qcfuse_rag.generation.logprobs import TokenLogprob

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
+from qcfuse_rag.fusion.state import AdaptedChunk, PlacementContext
 from qcfuse_rag.prompts.segments import Prompt, Role, Span
 from qcfuse_rag.runtime.cost import PrefillEstimate
 from qcfuse_rag.runtime.language_model import LanguageModel

@@ -1,4 +1,4 @@
-"""A method: a base, probe, selector, budget and further parts under a published name."""
+"""A method: a base, probe, selector, budget, guard and further parts under a published name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from qcfuse_rag.fusion.adapters import Adapter
-from qcfuse_rag.fusion.budgets import Budget, FixedRatio
-from qcfuse_rag.fusion.guard import Guard
 from qcfuse_rag.fusion.probes import Probe
 from qcfuse_rag.fusion.selectors import Selection, SelectNone, Selector, candidate_positions
-from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
+from qcfuse_rag.fusion.state import Adapter, FusedPrompt, PlacedChunk
 from qcfuse_rag.runtime.attention.scores import Scores
+from qcfuse_rag.runtime.cost import Costs, PrefillEstimate
 from qcfuse_rag.runtime.layer_hooks import LayerHook
 from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.prefill_base import Base
@@ -66,6 +64,108 @@ class Choice:
 
 ATTENTION = "attention of the question"
 BY_ATTENTION = Choice("the question pays them more attention than the other tokens of the passages", ATTENTION)
+
+
+IN_FULL = "computed in full"
+"""The beginning of a guard's reason."""
+
+
+class Guard(Protocol):
+    """Decides whether a prompt is computed in full instead of fused."""
+
+    def refusal(self, estimate: PrefillEstimate, costs: Costs) -> str | None:
+        """Return why a prompt is not to be fused, or None if it is.
+
+        Args:
+            estimate: the work of the fused prefill.
+            costs: measured once. The decision also depends on which of the passages the nearest tier has.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Fuse only where that is predicted to be faster than full prefill.
+
+    Short prompts, a slow store, a prompt of which little is stored and a ratio near 1 are computed in full, which is
+    also exact.
+
+    Attributes:
+        margin: fuse if the predicted time is below this share of full prefill's; predictions are not exact.
+    """
+
+    margin: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.margin <= 0:
+            raise ValueError(f"margin must be above 0, got {self.margin}")
+
+    def refusal(self, estimate: PrefillEstimate, costs: Costs) -> str | None:
+        """Compare the predicted times."""
+        full_s = costs.full_pass_s(estimate.prompt_tokens, estimate.held_tokens)
+        fused_s = costs.fused_s(estimate)
+        if fused_s < self.margin * full_s:
+            return None
+        saved = f"less than {1 - self.margin:.0%} would be saved" if fused_s < full_s else "nothing would be saved"
+        return f"{IN_FULL}, {saved}: predicted to take {full_s:.3g} s, fused {fused_s:.3g} s"
+
+
+class Budget(Protocol):
+    """The number of reused passage tokens to recompute."""
+
+    @property
+    def ratio(self) -> float:
+        """The budget as a fraction in [0, 1]."""
+        ...
+
+    def tokens(self, reused_tokens: int) -> int:
+        """Return the number of `reused_tokens` to recompute."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRatio:
+    """A fixed share of the reused passage tokens.
+
+    Attributes:
+        ratio: fraction in [0, 1].
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio must be a fraction in [0, 1], got {self.ratio}")
+
+    def tokens(self, reused_tokens: int) -> int:
+        """Return the number of `reused_tokens` to recompute: at least one unless the ratio is 0."""
+        if self.ratio == 0 or reused_tokens == 0:
+            return 0
+        return max(1, int(self.ratio * reused_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRatio:
+    """The ratio that the verdict beside the store recommends; `FusionEngine.load` puts that `FixedRatio` in its place.
+
+    Attributes:
+        default: fraction in [0, 1] until there is a verdict.
+    """
+
+    default: float
+
+    @property
+    def ratio(self) -> float:
+        """The default."""
+        return self.default
+
+    def tokens(self, reused_tokens: int) -> int:
+        """Return the number of `reused_tokens` to recompute at the default ratio."""
+        return FixedRatio(self.default).tokens(reused_tokens)
+
+
+Ratio = FixedRatio | VerifiedRatio
+"""The budgets that are a share of the reused tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method, PassStart
+from qcfuse_rag.fusion.method import FixedRatio, Method, PassStart
 from qcfuse_rag.methods.common import BY_CHANGE, DeviationProbe, TopPerChunk, stored_rows
 from qcfuse_rag.models.rope import LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
-from qcfuse_rag.fusion.guard import BreakEven
-from qcfuse_rag.fusion.method import ATTENTION, Choice, Method
+from qcfuse_rag.fusion.method import ATTENTION, BreakEven, Choice, FixedRatio, Method, VerifiedRatio
 from qcfuse_rag.fusion.probes import ProbeLayers, QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.runtime.residuals import ResidualKernel

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.errors import UnknownMethod
-from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Method, PassStart
+from qcfuse_rag.fusion.method import FixedRatio, Method, PassStart
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.methods.common import BY_CHANGE, AllTokens, DeviationProbe, Measure, deviation, stored_rows
 from qcfuse_rag.runtime.buffer import KVBuffer

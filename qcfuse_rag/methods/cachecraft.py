@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
-from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Choice, Method, PassStart
-from qcfuse_rag.fusion.state import FusedPrompt
+from qcfuse_rag.fusion.method import Choice, FixedRatio, Method, PassStart
+from qcfuse_rag.fusion.state import AdaptedChunk, FusedPrompt, PlacementContext
 from qcfuse_rag.methods.captures.attention import NO_IMPACT, captured_overlap, context_impact
 from qcfuse_rag.methods.captures.slots import Slot, follows_system_prefix, predecessors, read_checked, slots_at
 from qcfuse_rag.methods.common import TopPerChunk, with_demand

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Choice, Method
+from qcfuse_rag.fusion.method import Choice, FixedRatio, Method
 from qcfuse_rag.fusion.selectors import Selection
 from qcfuse_rag.fusion.state import PlacedChunk
 from qcfuse_rag.methods.common import split_budget

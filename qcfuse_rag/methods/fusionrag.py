@@ -19,8 +19,7 @@ from typing import Literal
 import torch
 
 from qcfuse_rag.errors import UnknownMethod
-from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import ATTENTION, Choice, Method
+from qcfuse_rag.fusion.method import ATTENTION, Choice, FixedRatio, Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.ingestion.extension import ComputedBase, EntryWriter, Related

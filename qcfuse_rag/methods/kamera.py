@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
-from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import BY_ATTENTION, Method
+from qcfuse_rag.fusion.method import BY_ATTENTION, FixedRatio, Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
+from qcfuse_rag.fusion.state import AdaptedChunk, PlacementContext
 from qcfuse_rag.methods.captures.slots import (
     Slot,
     add_differences,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import BY_ATTENTION, Method
+from qcfuse_rag.fusion.method import BY_ATTENTION, FixedRatio, Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.store.prefill_base import BLIND, Base

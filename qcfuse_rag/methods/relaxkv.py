@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import ATTENTION, Choice, Method, PassStart
+from qcfuse_rag.fusion.method import ATTENTION, Choice, FixedRatio, Method, PassStart
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import Selection, candidate_positions
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk

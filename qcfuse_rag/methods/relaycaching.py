@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
-from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import Choice, Method, PassStart
+from qcfuse_rag.fusion.method import Choice, FixedRatio, Method, PassStart
 from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.fusion.state import AdaptedChunk, PlacementContext
 from qcfuse_rag.ingestion.extension import EntryWriter
 from qcfuse_rag.methods.common import AllTokens, order_by_key_norm, stored_rows
 from qcfuse_rag.runtime.attention.scores import attention_weights

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.bundled import paragraphs
-from qcfuse_rag.fusion.budgets import FixedRatio, Ratio, VerifiedRatio
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import FixedRatio, Method, Ratio, VerifiedRatio
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.residuals import ResidualKernel

@@ -9,8 +9,7 @@ from typing import Any
 
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import FixedRatio, Method, VerifiedRatio
 from qcfuse_rag.fusion.probes import ReadsFolder
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.language_model import LanguageModel

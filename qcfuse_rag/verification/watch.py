@@ -18,8 +18,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from qcfuse_rag.background_thread import BackgroundThread
-from qcfuse_rag.fusion.budgets import FixedRatio, Ratio
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import FixedRatio, Method, Ratio
 from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.runner import ModelRunner

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TieredStore, make_method
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.fusion.guard import BreakEven
 from qcfuse_rag.fusion.lookup import look_up, plan_lookups
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import BreakEven, Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.cost import Costs, PrefillEstimate, measure_loading

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
-from qcfuse_rag.fusion.guard import IN_FULL, PrefillEstimate
+from qcfuse_rag.fusion.method import IN_FULL, PrefillEstimate
 from qcfuse_rag.fusion.prefix_cache import KeptSequence, PrefixCache
 from qcfuse_rag.prompts.segments import Role, Segment
 from qcfuse_rag.runtime.buffer import KVBuffer

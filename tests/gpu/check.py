@@ -34,8 +34,8 @@ from qcfuse_rag import KVStore, LanguageModel, MemoryStore, make_method, open_st
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.first_passes import measure_recorded_pass
-from qcfuse_rag.fusion.guard import BreakEven
 from qcfuse_rag.fusion.lookup import plan_lookups
+from qcfuse_rag.fusion.method import BreakEven
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.template import PromptTemplate

@@ -26,7 +26,7 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.errors import UnknownMethod
-from qcfuse_rag.fusion.budgets import Budget, FixedRatio
+from qcfuse_rag.fusion.method import Budget, FixedRatio
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import Selection, TopTokens
 from qcfuse_rag.fusion.state import PlacedChunk

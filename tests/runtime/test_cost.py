@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TieredStore, make_method
-from qcfuse_rag.fusion.guard import BreakEven
+from qcfuse_rag.fusion.method import BreakEven
 from qcfuse_rag.runtime.cost import (
     Costs,
     PrefillEstimate,

@@ -10,8 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
-from qcfuse_rag.fusion.guard import BreakEven
+from qcfuse_rag.fusion.method import BreakEven, FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.methods.fusionrag import ENRICHED
 from qcfuse_rag.runtime.runner import ModelRunner

@@ -14,8 +14,7 @@ import torch
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, make_method
 from qcfuse_rag.engine.opening import require_verdict
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
-from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.method import FixedRatio, Method, VerifiedRatio
 from qcfuse_rag.methods.auto import DEFAULT_RATIO
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.verification.verdict import (

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from qcfuse_rag.fusion.adapters import PlacementContext
+from qcfuse_rag.fusion.state import PlacementContext
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import KVStore, Miss, check_entry
 from qcfuse_rag.store.chunk import KINDS, Blocks, ChunkKV

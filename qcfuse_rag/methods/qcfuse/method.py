@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qcfuse_rag.fusion.budgets import FixedRatio
-from qcfuse_rag.fusion.method import ATTENTION, Choice, Method
+from qcfuse_rag.fusion.method import ATTENTION, Choice, FixedRatio, Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.fusion.state import FusedPrompt
