@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.samples import Example, Sample
-from qcfuse_rag.bundled import corpus, questions
+from qcfuse_rag.bundled import corpus, default_embedder, questions
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.library.index import nearest
 
 EXPECTED = (
     'expected {"question": ..., "passages": [text or {"title", "text"}, ...], "answers": [...]} or {"input": ..., '
@@ -39,6 +40,25 @@ def demo_samples(distractors: int = 3) -> list[Sample]:
         passages = tuple(texts[name] for name in chosen)
         samples.append(Sample(question.question, passages, question.answers, supporting))
     return samples
+
+
+def demo_questions(top_k: int) -> list[Example]:
+    """Return the demonstration's questions, each over the `top_k` documents that MiniLM finds nearest."""
+    from qcfuse_rag.library.embedder import Embedder
+
+    texts = list(corpus().values())
+    embed = Embedder(default_embedder())
+    vectors = embed(texts)
+    return [
+        Example(
+            question.question,
+            tuple(texts[i] for i in nearest(vectors, embed([question.question])[0], top_k)),
+            question.answers,
+            id=str(number),
+            dataset="demo",
+        )
+        for number, question in enumerate(questions(), 1)
+    ]
 
 
 def read_samples(path: Path) -> list[Sample]:

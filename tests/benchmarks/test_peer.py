@@ -1,39 +1,32 @@
-"""`python -m benchmarks peer`: the same tokens on both sides, and answers of the lengths asked for."""
+"""The measurement `peer`: the same tokens on both sides, and answers of the lengths asked for."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.quality.configurations import configurations
-from benchmarks.speed import peer
-from benchmarks.speed.peer import PeerOptions, compare_peer
+from benchmarks import peer
+from benchmarks.runner import Run as Records
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, QCFuseError, SamplingParams
 from qcfuse_rag.generation.completion import end_tokens
 from tests.support import seams
 from tests.support.cli import Run
 
-OTHER_SIDES = {
-    "llama.cpp, nothing kept",
-    "llama.cpp, after the same order",
-    "llama.cpp, after another order",
-    "llama.cpp, after another order, cache reuse",
-}
-
 
 @pytest.mark.real
-def test_all_sides_answer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_sides_answer(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("xllamacpp")
     seams.pause_between_sides(monkeypatch, 0)  # no figure here is compared
-    result = run.json("peer", "--context", 64, "--answers", "3", "--repeats", 1, "--ratios", ".05,.2")
-    assert 64 < result["prompt_tokens"] < 192
-    assert "float16 weights" in result["about"]["dtype"]
-    assert {row["side"] for row in result["rows"]} == {"full", "auto, 5 %", "auto, 20 %"} | OTHER_SIDES
-    for row in result["rows"]:
-        assert row["first_token_s"] > 0
-        assert list(row["answer_s"]) == ["3"]
+    out = tmp_path / "peer.json"
+    run.text("peer", "--context", 64, "--answers", "3", "--repeats", 1, "--ratios", ".05,.2", "--json", out)
+    result = json.loads(out.read_text())
+    assert 64 < result["about"]["prompt_tokens"] < 192
+    ours = [row["side"] for row in result["rows"] if "llama.cpp" not in row["side"]]
+    assert (ours, len(result["rows"])) == (["full", "auto, 5 %", "auto, 20 %"], 7)
+    assert all(row["first_token_s"] > 0 and list(row["answer_s"]) == ["3"] for row in result["rows"])
 
 
 @pytest.mark.real
@@ -55,15 +48,22 @@ def test_end_tokens_are_never_chosen(llama: LanguageModel) -> None:
     assert sampler(logits) == 7
 
 
-def test_another_file_than_gguf_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(QCFuseError, match="needs a GGUF file"):
-        compare_peer(PeerOptions(gguf=tmp_path / "model.safetensors", methods=tuple(configurations(()))))
-
-
 def _shared(first: peer.Ids, second: peer.Ids) -> int:
     return next(i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
 
 
-def test_answers_of_one_token_are_refused_before_anything_is_timed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 2 tokens"):
-        PeerOptions(gguf=tmp_path / "model.gguf", methods=(), answers=(1, 32))
+def test_a_side_that_was_not_timed_yet_has_empty_cells() -> None:
+    run = Records("peer", about={"model": "m", "prompt_tokens": 9, "threads": 1, "dtype": "float32"})
+    for length, side, seconds in ((1, "full", 2.0), (1, "auto", 1.0), (11, "full", 3.0)):
+        run.add((length, side, 0), {"seconds": seconds})
+    full, auto = peer.report(run).tables[0].rows
+    assert (full, auto) == (["full", "2.00 s", "100.0 ms", "3.00 s"], ["auto", "1.00 s", "", ""])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"model": Path("model.safetensors")}, "needs a GGUF file"), ({"answers": "1,32"}, "at least 2 tokens")],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_timed(options: dict[str, object], says: str) -> None:
+    with pytest.raises(QCFuseError, match=says):
+        peer.measure(peer.Options(**{"model": Path("model.gguf"), **options}), Records("peer"))  # type: ignore[arg-type]

@@ -1,10 +1,9 @@
-"""`python -m benchmarks quality`, end to end on a tiny model: same tokens for all, nothing lost, nothing mixed."""
+"""The measurement `quality`, end to end on a tiny model: same tokens for all, nothing lost, nothing mixed."""
 
 from __future__ import annotations
 
-import io
+import hashlib
 import json
-import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,20 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
-from benchmarks.quality.configurations import NO_PASSAGES, configurations
-from benchmarks.quality.measure import on_methods
-from benchmarks.quality.offline import prepare
-from benchmarks.quality.run import PendingQuestion, answer, gold_nll
-from benchmarks.quality.tables import terminal_tables
+from benchmarks.arena import read_arena
+from benchmarks.compare import pooled, read_results
+from benchmarks.configurations import NO_PASSAGES, configurations
+from benchmarks.preparation import prepare
+from benchmarks.quality import MEANS, PendingQuestion, answer, gold_nll, report
+from benchmarks.questions import BadDataset
+from benchmarks.runner import Run as Records
 from benchmarks.samples import Example
-from benchmarks.studies.compare import compare
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.generation.completion import end_tokens
-from qcfuse_rag.store.prefill_base import BASES
-from qcfuse_rag.verification.divergence import answer_text
 from tests.support import seams
 from tests.support.cli import Run
 from tests.support.engines import make_engine
@@ -43,10 +39,6 @@ RECORDS = [
     for i in range(3)
 ]
 FULL = make_method("full")
-KEYS = (
-    "id dataset method base ratio rows context_tokens f1 em rouge_l match nll kl answer_kl top1 identical length_ratio "
-    "position_kl ttft_s answer probe_s select_s load_s recompute_s bytes_loaded"
-)
 
 
 class Bench:
@@ -76,15 +68,13 @@ class Bench:
 
 
 @pytest.fixture
-def drawing_bench(run: Run, model_folder: str, tmp_path: Path) -> Bench:
+def bench(run: Run, model_folder: str, tmp_path: Path) -> Bench:
     return Bench(run, model_folder, tmp_path)
 
 
-@pytest.fixture
-def bench(drawing_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """Return the command without its pictures, which take as long as the rest."""
-    seams.quality_plots(monkeypatch, lambda *_: [])
-    return drawing_bench
+def answers_of(found: dict[str, Any], method: str | None = None) -> list[dict[str, Any]]:
+    """Return the records of answers, each with its question and method in its key."""
+    return [r for r in found["records"] if r["key"][0] == "answer" and method in (None, r["key"][3])]
 
 
 @pytest.mark.slow
@@ -96,7 +86,10 @@ def test_every_answer_is_that_of_the_users_own_path(tokenizer: Any) -> None:
     prepare(engine, chosen, PASSAGES)
     prompt, without_passages = engine.prompt(QUESTION, PASSAGES), engine.prompt(QUESTION)
     example = Example(QUESTION, tuple(PASSAGES), ("school",), id="0", dataset="d", max_new_tokens=8)
-    records = list(answer(engine, PendingQuestion(example, prompt, without_passages, (40, 50, 60), ""), chosen))
+    question, records, exact_answer = PendingQuestion(example, prompt, without_passages, (40, 50, 60)), [], None
+    for configuration in chosen:
+        record, exact_answer = answer(engine, question, configuration, exact_answer)
+        records.append(record)
     exact = engine.generate(prompt, SamplingParams(max_new_tokens=8), method=FULL)
     for configuration, record in zip(chosen, records, strict=True):
         seen = without_passages if configuration is NO_PASSAGES else prompt
@@ -121,311 +114,101 @@ def test_the_likelihood_of_the_gold_answer_is_the_models_own(engine: FusionEngin
     assert gold_nll(engine.runner, full, ()) == 0
 
 
-def test_the_text_of_an_answer_ends_before_its_end_token(engine: FusionEngine) -> None:
-    end = min(end_tokens(engine.lm))
-    assert answer_text(engine.lm, (end,)) == ""
-    school = engine.lm.tokenizer.backend_tokenizer.encode(" the school", add_special_tokens=False).ids
-    assert answer_text(engine.lm, (*school, end)) == "the school"
-
-
-def test_every_question_has_a_record_of_every_configuration(bench: Bench) -> None:
-    found = bench("--methods", "qcfuse,reuse,random", "--ratios", ".1,.5", "--size", 2)
-    of_one = [(r["method"], r["base"], r["ratio"]) for r in found["records"] if r["id"] == "q0"]
-    assert sorted(of_one, key=str) == sorted(
-        [
-            ("full", None, 1.0),
-            ("no passages", None, None),
-            ("reuse", "framed", 0.0),
-            *(("qcfuse", "blind", ratio) for ratio in (0.1, 0.5)),
-            *(("random", "blind", ratio) for ratio in (0.1, 0.5)),
-        ],
-        key=str,
-    )
-    assert {r["id"] for r in found["records"]} == {"q0", "q1"}
-    assert all(set(KEYS.split()) <= set(r) and r["fallback"] is None for r in found["records"])
-    full = [r for r in found["records"] if r["method"] == "full"]
-    assert all(r["kl"] == r["answer_kl"] == 0 and r["full_ttft_s"] == r["ttft_s"] for r in full)
-    for name in ("q0", "q1"):
-        read = {r["method"]: r["context_tokens"] for r in found["records"] if r["id"] == name}
-        assert read.pop("no passages") == 0
-        assert len(set(read.values())) == 1
-    assert found["about"]["options"]["size"] == 2
-    assert found["about"]["command"].startswith("python -m benchmarks quality")
-
-
-@pytest.mark.slow
-def test_the_summary_has_a_line_for_each_configuration(bench: Bench) -> None:
-    found = bench("--methods", "qcfuse,random", "--ratios", ".5")
-    lines = {line["method"]: line for line in found["summary"]}
-    assert list(lines) == ["full", "no passages", "qcfuse", "random"]
-    qcfuse, full = lines["qcfuse"], lines["full"]
-    assert qcfuse["n"] == 3
-    assert qcfuse["minus_full"]["nll"]["mean"] == pytest.approx(qcfuse["nll"] - full["nll"])
-    to_random = qcfuse["minus_random"]["answer_kl"]["mean"]
-    assert to_random == pytest.approx(qcfuse["answer_kl"] - lines["random"]["answer_kl"])
-    for name in ("answer_kl", "identical", "top1", "kl"):
-        assert qcfuse["intervals"][name]["low"] <= qcfuse[name] <= qcfuse["intervals"][name]["high"]
-    assert qcfuse["offline_s_per_chunk"] > 0
-    assert qcfuse["offline_bytes_per_chunk"] > 0
-    assert full["offline_bytes"] == 0
-    assert lines["random"]["minus_random"] is None
-
-
-@pytest.mark.slow
-def test_table_plots_and_markdown_are_made(drawing_bench: Bench, tmp_path: Path) -> None:
-    bench = drawing_bench
-    bench("--methods", "qcfuse", "--ratios", ".2,.5", "--size", 2, "--plots", tmp_path / "plots")
-    assert "harbour: 2 questions" in bench.printed
-    assert "| qcfuse | blind | 0.2 |" in (bench.out.parent / "r.md").read_text()
-    drawn = sorted(path.name for path in (tmp_path / "plots").iterdir())
-    assert drawn == ["r.harbour.f1-ratio.png", "r.harbour.f1-ttft.png"]
-    assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in drawn)
-
-
-def test_a_methods_parameters_are_shown_as_they_were_written(bench: Bench) -> None:
-    """In the terminal as well, where what stands in brackets may be taken for a colour."""
-    summary = bench("--methods", "auto[rows=question]", "--ratios", ".2", "--size", 1)["summary"]
-    shown = {}
-    for width in (200, 80):
-        console = Console(width=width, record=True, file=io.StringIO())
-        console.print(*terminal_tables(summary, width))
-        shown[width] = console.export_text()
-    assert "│ auto[rows=question] │" in shown[200]
-    assert "…" not in shown[80]
-    assert "| auto[rows=question] | primed | 0.2 |" in (bench.out.parent / "r.md").read_text()
-
-
-@pytest.mark.slow
-def test_results_are_pooled_and_compared_by_answers(bench: Bench, tmp_path: Path) -> None:
-    records = bench("--methods", "reuse,random", "--ratios", "0", "--size", 2)["records"]
-    found = compare([bench.out], "reuse", tmp_path / "plot.png")
-    lines = {line["method"]: line for line in found.data["configurations"]}
-    for name in ("identical", "answer_kl"):
-        means = {m: statistics.fmean(r[name] for r in records if r["method"] == m) for m in ("reuse", "random")}
-        assert lines["reuse"][name] == pytest.approx(means["reuse"])
-        [difference] = found.data["differences"]
-        assert difference[name]["mean"] == pytest.approx(means["reuse"] - means["random"])
-    assert any("| `no passages` | - | - |" in str(part) for part in found.shown)
-    assert (tmp_path / "plot.png").exists()
-
-
-def test_results_without_answers_are_refused(bench: Bench) -> None:
-    result = bench("--methods", "reuse", "--size", 1)
-    for record in result["records"]:
-        del record["answer_kl"]
-    bench.out.write_text(json.dumps(result))
-    with pytest.raises(QCFuseError, match="compares first tokens only"):
-        compare([bench.out])
-
-
-@pytest.mark.slow
-def test_running_again_adds_only_what_is_missing(bench: Bench) -> None:
-    first = bench("--methods", "reuse", "--size", 2)
-    again = bench("--methods", "reuse", "--size", 2)
-    assert again["records"] == first["records"], "not even a time was taken anew"
-    more = bench("--methods", "reuse,random", "--size", 3)
-    assert more["records"][: len(first["records"])] == first["records"]
-    added = more["records"][len(first["records"]) :]
-    assert [(r["id"], r["method"]) for r in added if r["id"] != "q2"] == [("q0", "random"), ("q1", "random")]
-    assert {r["method"] for r in added if r["id"] == "q2"} == {"full", "no passages", "reuse", "random"}
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_where_it_was(bench: Bench) -> None:
-    whole = bench("--methods", "reuse,random")
-    partial = bench.out.parent / "r.partial.jsonl"
-    lines = partial.read_bytes().splitlines(keepends=True)
-    partial.write_bytes(b"".join(lines[:5]) + lines[5][:20])
-    again = bench("--methods", "reuse,random")
-
-    def what(found: dict[str, Any]) -> list[Any]:
-        return sorted((r["id"], r["method"], r["answer"], r["rows"]) for r in found["records"])
-
-    assert what(again) == what(whole)
-
-
-@pytest.mark.slow
-def test_a_damaged_line_costs_its_own_record_only(bench: Bench) -> None:
-    whole = bench("--methods", "reuse,random")
-    partial = bench.out.parent / "r.partial.jsonl"
-    lines = partial.read_bytes().splitlines(keepends=True)
-    assert b'"record"' in lines[3]
-    partial.write_bytes(b"".join([*lines[:3], lines[3][:20] + b"\n", *lines[4:]]))
-    again = bench("--methods", "reuse,random")
-    kept = [record for record in whole["records"] if record in again["records"]]
-    assert len(kept) == len(whole["records"]) - 1 == len(again["records"]) - 1
-    assert "r.partial.jsonl: damaged and left out: line 4" in " ".join(again["about"]["notes"])
-    assert partial.read_bytes().startswith(b"".join(lines[:3])), "what is there is not written over"
-
-
-@pytest.fixture
-def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take all others for neighbours, so that caches depend on every passage of their group."""
-
-    def others(passages: Sequence[str], count: int = 10) -> list[list[int]]:
-        return [[j for j in reversed(range(len(passages))) if j != i] for i in range(len(passages))]
-
-    seams.nearest_passages(monkeypatch, others)
-
-
-def likelihoods(found: dict[str, Any]) -> dict[tuple[str, str], float]:
-    return {(r["id"], r["method"]): pytest.approx(r["nll"], abs=1e-6) for r in found["records"]}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("neighbours")
-def test_records_of_caches_made_beside_other_passages_are_made_anew(bench: Bench) -> None:
-    options = ("--methods", "fusionrag,cachecraft,reuse", "--ratios", 0.2)
-    few = bench(*options, "--size", 2)
-    more = bench(*options, "--size", 3)
-    assert "4 records of enriched or captured passages were made anew" in bench.printed
-    assert [r for r in few["records"] if r in more["records"]] == [
-        r for r in few["records"] if r["method"] in ("full", "no passages", "reuse")
-    ]
-    again = bench(*options, "--size", 3)
-    assert likelihoods(again) == likelihoods(more)
-    assert again["about"]["notes"] == []
-    bench.out = bench.out.with_name("at-once.json")
-    assert likelihoods(bench(*options, "--size", 3)) == likelihoods(more) != likelihoods(few)
-
-
-@pytest.mark.slow
-def test_what_relaycaching_is_measured_without_is_said(bench: Bench) -> None:
-    assert "a model generated" not in str(bench("--methods", "reuse", "--size", 1)["about"]["notes"])
-    bench("--methods", "relaycaching", "--size", 1)
-    says = "relaycaching: it is made for passages that a model generated"
-    assert says in bench.printed
-    assert says in (bench.out.parent / "r.md").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", [("--distractors", 0), ("--seed", 1), ("--max-new-tokens", 5)])
-def test_records_of_other_conditions_are_not_mixed(bench: Bench, change: tuple[str, int]) -> None:
-    bench("--methods", "reuse", "--size", 1)
-    error = bench.fails("--methods", "reuse", "--size", 1, *change)
-    assert "other conditions" in error
-    assert "another --json" in error
-    bench.write("harbour", RECORDS[:1])
-    assert "datasets was" in bench.fails("--methods", "reuse", "--size", 1)
-
-
-@pytest.mark.parametrize("content", ["my notes\nof today\n", "my notes"])
-def test_a_file_that_is_no_bench_is_left_alone(bench: Bench, content: str) -> None:
-    partial = bench.out.parent / "r.partial.jsonl"
-    partial.parent.mkdir()
-    partial.write_text(content)
-    assert "is not a file of this bench" in bench.fails("--methods", "reuse")
-    assert partial.read_text() == content
-
-
-@pytest.mark.slow
-def test_distractors_leave_the_passages_that_hold_the_answer(bench: Bench) -> None:
-    all_of_it = bench("--methods", "full", "--size", 1)["records"][0]["context_tokens"]
-    bench.out = bench.out.with_name("few.json")
-    assert bench("--methods", "full", "--size", 1, "--distractors", 0)["records"][0]["context_tokens"] < all_of_it
-    bench.write("silent", [{**RECORDS[0], "supporting": []}])
-    bench.out = bench.out.with_name("silent.json")
-    found = bench("--methods", "full", "--distractors", 0, dataset="silent")
-    assert found["records"][0]["context_tokens"] == all_of_it
-    assert "1 questions do not say which passages" in bench.printed
-
-
-@pytest.mark.slow
-def test_the_qcfuse_releases_layout_and_names_are_understood(bench: Bench) -> None:
-    release = [{"input": QUESTION, "context": PASSAGES, "answers": "school"} for _ in range(2)]
-    bench.write("release", release)
-    found = bench("--baseline", "ours", "--baseline", "fullreuse", "--top-k", 2, dataset="release")
-    assert {r["method"] for r in found["records"]} == {"full", "no passages", "qcfuse", "reuse"}
-    assert {r["id"] for r in found["records"]} == {"1", "2"}
-
-
-@pytest.mark.slow
-def test_several_datasets_and_a_folder_as_store(bench: Bench, tmp_path: Path) -> None:
-    bench.write("other", RECORDS[:1])
-    found = bench("--methods", "reuse", "--store", tmp_path / "kv", dataset="harbour,other")
-    assert [(line["dataset"], line["method"], line["n"]) for line in found["summary"]] == [
-        ("harbour", "full", 3),
-        ("harbour", "no passages", 3),
-        ("harbour", "reuse", 3),
-        ("other", "full", 1),
-        ("other", "no passages", 1),
-        ("other", "reuse", 1),
-    ]
-    assert any((tmp_path / "kv").iterdir())
-
-
-@pytest.mark.slow
-def test_datasets_of_one_name_in_two_folders_are_two(drawing_bench: Bench, tmp_path: Path) -> None:
-    bench = drawing_bench
-    for name, records in (("a", RECORDS[:1]), ("b", RECORDS[1:])):
-        (bench.data / name).mkdir()
-        bench.write(f"{name}/dev", records)
-    found = bench("--methods", "reuse", "--plots", tmp_path / "plots", dataset="a/dev,b/dev")
-    assert [(line["dataset"], line["n"]) for line in found["summary"] if line["method"] == "full"] == [
-        ("a/dev", 1),
-        ("b/dev", 2),
-    ]
-    assert {path.name.split(".")[1] for path in (tmp_path / "plots").iterdir()} == {"a-dev", "b-dev"}
-
-
-@pytest.mark.slow
-def test_lines_of_a_table_are_in_the_order_asked_for(bench: Bench) -> None:
-    found = bench("--methods", "reuse,qcfuse", "--ratios", ".1,.5")
-    lines = [(line["method"], line["ratio"]) for line in found["summary"]]
-    assert lines == [("full", 1.0), ("no passages", None), ("reuse", 0.0), ("qcfuse", 0.1), ("qcfuse", 0.5)]
-
-
-@pytest.mark.slow
-def test_a_number_of_tokens_is_not_crossed_with_ratios(bench: Bench) -> None:
-    found = bench("--methods", "epic[n_tokens=0],epic", "--ratios", ".1", "--size", 1)
-    bases = {line["method"]: (line["base"], line["ratio"]) for line in found["summary"]}
-    assert bases["epic"] == ("blind", 0.1)
-    assert bases["epic[n_tokens=0]"][0] == "begun"
-
-
-def test_answers_that_a_guard_had_computed_in_full_are_told(bench: Bench) -> None:
-    def noted(fallback: str | None) -> list[str]:
-        return on_methods([{"method": "auto", "fallback": fallback}, {"method": "reuse", "fallback": None}])
-
-    assert noted("1 of 3 passages computed in full: absent") == []
-    [note] = noted("computed in full, nothing would be saved: predicted to take 1 s, fused 2 s")
-    assert note.startswith("auto: 1 of 1 answers were computed in full")
-
-
 @pytest.mark.slow
 def test_questions_are_prepared_in_groups(bench: Bench) -> None:
     one_by_one = bench("--methods", "reuse", "--group", 1)
     bench.out = bench.out.with_name("at-once.json")
     at_once = bench("--methods", "reuse")
-    answers = [
-        [(r["id"], r["answer"]) for r in found["records"] if r["method"] == "reuse"] for found in (one_by_one, at_once)
-    ]
+    answers = [[(r["key"][2], r["answer"]) for r in answers_of(found, "reuse")] for found in (one_by_one, at_once)]
     assert answers[0] == answers[1]
     chunks = [found["summary"][2]["offline_chunks"] for found in (one_by_one, at_once)]
     assert chunks == [9, 9], "titles differ, so no passage is in two questions"
 
 
-@pytest.mark.slow
-def test_a_question_too_long_for_the_model_is_named_and_left_out(bench: Bench) -> None:
-    bench.write(
-        "long", [RECORDS[0], {**RECORDS[1], "passages": [{"title": "", "text": PASSAGES[0] * 60}], "supporting": []}]
+def test_a_run_goes_on_and_adds_what_is_missing(bench: Bench) -> None:
+    first = answers_of(bench("--methods", "reuse,random", "--ratios", ".5", "--size", 2))
+    assert {tuple(r["key"][2:6]) for r in first if r["key"][2] == "q0"} == {
+        ("q0", "full", None, 1.0),
+        ("q0", "no passages", None, None),
+        ("q0", "reuse", "framed", 0.0),
+        ("q0", "random", "framed", 0.5),
+    }
+    assert all({*MEANS, "position_kl", "ttft_s", "full_ttft_s", "answer"} <= r.keys() for r in first)
+    partial = bench.out.parent / "r.partial.jsonl"
+    lines = partial.read_bytes().splitlines(keepends=True)
+    partial.write_bytes(b"".join(lines[:-2]))
+    left, lost = first[:-2], first[-2:]
+    shown = bench.run.json("show", partial)
+    assert answers_of(shown) == left, "a table comes from what there is"
+    more = answers_of(bench("--methods", "reuse,random", "--ratios", ".5", "--size", 3))
+    assert more[: len(left)] == left, "not even a time was taken anew"
+    assert sorted(r["key"][2:4] for r in more[len(left) :]) == sorted(
+        [*(r["key"][2:4] for r in lost), *(["q2", method] for method in ("full", "no passages", "reuse", "random"))]
     )
+
+
+def test_a_table_has_a_line_for_each_dataset_and_configuration(bench: Bench, tmp_path: Path) -> None:
+    bench.write("other", RECORDS[:1])
+    options = ("--methods", "qcfuse,random", "--ratios", ".5", "--store", tmp_path / "kv")
+    found = bench(*options, dataset="harbour,other")
+    lines = {(line["dataset"], line["method"]): line for line in found["summary"]}
+    sides = ("full", "no passages", "qcfuse", "random")
+    assert list(lines) == [(dataset, method) for dataset in ("harbour", "other") for method in sides]
+    full, _, qcfuse, random = (lines["harbour", method] for method in sides)
+    assert (full["n"], lines["other", "full"]["n"]) == (3, 1)
+    assert qcfuse["minus_full"]["nll"]["mean"] == pytest.approx(qcfuse["nll"] - full["nll"])
+    assert qcfuse["minus_random"]["answer_kl"]["mean"] == pytest.approx(qcfuse["answer_kl"] - random["answer_kl"])
+    assert qcfuse["intervals"]["answer_kl"]["low"] <= qcfuse["answer_kl"] <= qcfuse["intervals"]["answer_kl"]["high"]
+    assert (qcfuse["offline_bytes_per_chunk"] > 0, full["offline_chunks"]) == (True, 0)
+    assert "harbour: 3 questions" in bench.printed
+    assert "| qcfuse | blind | 0.5 | 3 |" in (bench.out.parent / "r.md").read_text()
+    assert any((tmp_path / "kv").iterdir())
+
+
+def test_records_of_caches_made_beside_other_passages_are_made_anew(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others are neighbours here, so that enriched caches depend on every passage of their group."""
+
+    def others(passages: Sequence[str]) -> list[list[int]]:
+        return [[j for j in reversed(range(len(passages))) if j != i] for i in range(len(passages))]
+
+    seams.nearest_passages(monkeypatch, others)
+    options = ("--methods", "fusionrag,reuse", "--ratios", 0.2)
+    few, more = bench(*options, "--size", 1), bench(*options, "--size", 3)
+    enriched = [(r["key"][2], r["nll"]) for r in answers_of(more, "fusionrag")]
+    assert [name for name, _ in enriched] == ["q0", "q0", "q1", "q2"]
+    assert enriched[0] != enriched[1]
+    assert answers_of(few, "reuse") == answers_of(more, "reuse")[:1]
+    [line] = [line for line in more["summary"] if line["method"] == "fusionrag"]
+    assert line["nll"] == pytest.approx(statistics.fmean(nll for _, nll in enriched[1:])), "the newest count"
+
+
+def test_distractors_leave_the_passages_that_hold_the_answer(bench: Bench) -> None:
+    def context(found: dict[str, Any]) -> int:
+        return int(answers_of(found, "full")[0]["context_tokens"])
+
+    everything = context(bench("--methods", "full", "--size", 1))
+    bench.out = bench.out.with_name("few.json")
+    assert context(bench("--methods", "full", "--size", 1, "--distractors", 0)) < everything
+    bench.write("silent", [{**RECORDS[0], "supporting": []}])
+    bench.out = bench.out.with_name("silent.json")
+    assert context(bench("--methods", "full", "--distractors", 0, dataset="silent")) == everything
+    assert "1 questions do not say which passages" in bench.printed
+
+
+def test_a_question_too_long_for_the_model_is_named_and_left_out(bench: Bench) -> None:
+    bench.write("long", [RECORDS[0], {**RECORDS[1], "passages": [PASSAGES[0] * 60], "supporting": []}])
     found = bench("--methods", "full", dataset="long")
-    assert {r["id"] for r in found["records"]} == {"q0"}
-    assert "long q1: its prompt exceeds the window of 2,048 tokens" in found["about"]["notes"][0]
+    assert {r["key"][2] for r in answers_of(found)} == {"q0"}
+    assert "long q1: its prompt exceeds 2,048 tokens" in found["notes"][0]
 
 
-@pytest.mark.slow
-def test_rulers_tasks_are_made_when_there_is_no_file(drawing_bench: Bench) -> None:
-    bench = drawing_bench
+def test_rulers_tasks_are_made_when_there_is_no_file(bench: Bench) -> None:
     found = bench("--methods", "reuse", "--size", 1, "--ruler-tokens", 1800, dataset="ruler_mv")
-    (record,) = [r for r in found["records"] if r["method"] == "full"]
+    [record] = answers_of(found, "full")
     assert 1000 < record["context_tokens"] < 1800
-    assert (bench.out.parent / "r.ruler_mv.match-ttft.png").exists()
-    error = bench.fails("--methods", "reuse", "--size", 1, "--ruler-tokens", 64, dataset="ruler_mq")
-    least = int(re.search(r"ruler_mq does not fit 64 tokens.* need (\d+)", error)[1])  # type: ignore[index]
-    bench.out = bench.out.with_name("least.json")
-    assert bench("--methods", "reuse", "--size", 1, "--ruler-tokens", least, dataset="ruler_mq")["records"]
+    assert "match - full" in (bench.out.parent / "r.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -434,33 +217,119 @@ def test_rulers_tasks_are_made_when_there_is_no_file(drawing_bench: Bench) -> No
         (("--methods", "nothing"), "no method 'nothing'"),
         (("--json", "r.md"), "call it something.json, not r.md"),
         (("--methods", "qcfuse[depth=3]"), "does not take depth"),
-        (("--methods", "qcfuse[depth"), "write a method as name"),
         (("--methods", "qcfuse", "--bases", "bare"), "no base 'bare'"),
+        (("--ratios", "10%"), "is no list of numbers"),
         (("--dataset", "ruler_vt", "--top-k", "3"), "--top-k would cut away part of what ruler_vt hides"),
+        (("--dataset", "squad"), "no dataset 'squad' in"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_loaded(bench: Bench, options: tuple[str, ...], says: str) -> None:
+def test_mistakes_are_named(bench: Bench, options: tuple[str, ...], says: str) -> None:
     assert says in bench.fails(*options)
 
 
-def test_ratios_that_are_no_numbers_are_a_wrong_command_line(bench: Bench) -> None:
-    code, _, err = bench.run(*bench.arguments("--ratios", "10%"))
-    assert (code, "--ratios" in err, "is no list of numbers" in " ".join(err.split())) == (2, True, True)
+def record(f1: float, **more: object) -> dict[str, Any]:
+    zeros = dict.fromkeys((*MEANS, "probe_s", "select_s"), 0.0)
+    return {**zeros, "f1": f1, "ttft_s": 1.0, "full_ttft_s": 2.0, "fallback": None, "preparation": None, **more}
 
 
-def test_a_dataset_that_is_not_there_is_named_with_those_that_are(bench: Bench) -> None:
-    error = bench.fails("--methods", "full", dataset="squad")
-    assert "no dataset 'squad'" in error
-    assert "harbour" in error
-    assert "name a dataset" in bench.fails("--methods", "full", dataset=",,")
+def summary(*records: tuple[str, str, dict[str, Any]], dataset: str = "d") -> dict[str, dict[str, Any]]:
+    """Return the lines of records `(method, question, record)` by method."""
+    run = Records("quality")
+    sides = {"full": (None, 1.0), "no passages": (None, None)}
+    for method, name, values in records:
+        run.add(("answer", dataset, name, method, *sides.get(method, ("blind", 0.1)), None), values)
+    return {line["method"]: line for line in report(run).summary["summary"]}
 
 
-def test_the_default_method_is_measured_beside_full_prefill_where_none_is_named(bench: Bench) -> None:
-    assert {record["method"] for record in bench("--size", 1)["records"]} == {"full", "no passages", "auto"}
+def test_differences_are_paired_by_question() -> None:
+    lines = summary(
+        *(("full", str(i), record(i / 10)) for i in range(10)),
+        *(("qcfuse", str(i), record(i / 10 - 0.1)) for i in reversed(range(5))),
+        *(("random[seed=3]", str(i), record(0.0, answer_kl=1.0)) for i in range(5)),
+    )
+    interval = lines["qcfuse"]["minus_full"]["f1"]
+    assert [round(interval[name], 9) for name in ("mean", "low", "high")] == [-0.1] * 3
+    assert lines["qcfuse"]["minus_random"]["answer_kl"]["mean"] == -1, "random is a control with any parameters"
+    assert lines["random[seed=3]"]["minus_random"]["f1"] is lines["full"]["minus_random"]["f1"] is None
+    assert (lines["qcfuse"]["ttft_to_full"], lines["full"]["zero_share"]) == (0.5, 0.1)
 
 
-def test_the_help_names_every_base_there_is(run: Run) -> None:
-    code, printed, _ = run("quality", "--help")
-    words = re.sub(r"[^\w-]+", " ", printed)
-    assert code == 0
-    assert all(base in words.split("--bases")[1].split("--size")[0] for base in BASES)
+def test_what_a_method_recovers_is_its_share_of_full_prefills_gain() -> None:
+    records = [("full", str(i), record(0.8, match=0.5)) for i in range(4)]
+    records += [("no passages", str(i), record(0.4, match=0.5)) for i in range(4)]
+    records += [("qcfuse", str(i), record(f1, match=0.5)) for i, f1 in enumerate((0.8, 0.7, 0.6, 0.3))]
+    recovered = summary(*records)["qcfuse"]["recovered"]
+    assert recovered["mean"] == pytest.approx((0.6 - 0.4) / (0.8 - 0.4))
+    assert -0.25 <= recovered["low"] < recovered["mean"] < recovered["high"] <= 1
+    ruler = summary(*records, dataset="ruler_mv")["qcfuse"]["recovered"]
+    assert ruler["mean"] is None, "by match, full prefill finds no more than without passages"
+
+
+def test_answers_that_a_guard_had_computed_in_full_are_told() -> None:
+    run = Records("quality")
+    for number, fallback in enumerate(("1 of 3 passages computed in full: absent", "computed in full, nothing saved")):
+        run.add(("answer", "d", str(number), "auto", "primed", 0.1, None), record(0.0, fallback=fallback))
+    assert any(note.startswith("auto: 1 of 2 answers were computed in full") for note in report(run).notes)
+
+
+def test_results_are_pooled_and_compared_by_answers(bench: Bench) -> None:
+    found = bench("--methods", "reuse,random", "--ratios", "0", "--size", 2)
+    run = read_results([bench.out])
+    data = pooled(run, "reuse").summary
+    lines = {line["method"]: line for line in data["configurations"]}
+    means = {m: statistics.fmean(r["answer_kl"] for r in answers_of(found, m)) for m in ("reuse", "random")}
+    assert lines["reuse"]["answer_kl"] == pytest.approx(means["reuse"])
+    [difference] = data["differences"]
+    assert difference["answer_kl"]["mean"] == pytest.approx(means["reuse"] - means["random"])
+    with pytest.raises(QCFuseError, match="no file has the method 'epic'"):
+        pooled(run, "epic")
+    result = json.loads(bench.out.read_text())
+    result["conditions"]["seed"] = 1
+    other = bench.out.with_name("other.json")
+    other.write_text(json.dumps(result))
+    with pytest.raises(QCFuseError, match=r"other\.json differs from the files before it in seed"):
+        read_results([bench.out, other])
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return the file of passages in a folder laid out like KVShareArena's repository."""
+    data, assets = tmp_path / "data" / "queryset", tmp_path / "kvsharearena" / "assets"
+    (data / "agent_reports").mkdir(parents=True)
+    assets.mkdir(parents=True)
+    rows = [
+        {"_id": f"q{i}", "input": QUESTION, "answers": ["the old mill"], "chunks": PASSAGES[: 3 - i]} for i in (0, 1)
+    ]
+    (data / "harbour_n100.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = {"_id": "q1", "input": QUESTION, "notes": [{"note_text": text} for text in PASSAGES]}
+    (data / "agent_reports" / "harbour_notes.jsonl").write_text(json.dumps(report))
+    (assets / "prompts.json").write_text(json.dumps({"P_c": "Answer {briefly}."}))
+    prompt = "Read.\n\n{context}\n\nQuestion: {input}\nAnswer:"
+    config = {"dataset2prompt": {"harbour": prompt}, "dataset2maxlen": {"harbour": 4}}
+    (assets / "longbench_config.json").write_text(json.dumps(config))
+    return data / "harbour_n100.jsonl"
+
+
+def test_kvsharearena_is_asked_in_its_own_wording(checkout: Path, bench: Bench, engine: FusionEngine) -> None:
+    arena = read_arena(checkout)
+    assert [(e.id, len(e.passages), e.max_new_tokens) for e in arena.examples] == [("q0", 3, 4), ("q1", 2, 4)]
+    asked = FusionEngine(engine.lm, MemoryStore(), template=arena.template).prompt(QUESTION, PASSAGES)
+    text = "".join(segment.text for segment in asked.segments)
+    body = f"Read.\n\n{''.join(PASSAGES)}\n\nQuestion: {QUESTION}\nAnswer:"
+    assert text.endswith(f"Answer {{briefly}}.</s>\n<user>\n{body}</s>\n<assistant>\n")
+    reports = read_arena(checkout.parent / "agent_reports" / "harbour_notes.jsonl")
+    assert [(e.id, e.passages, e.answers) for e in reports.examples] == [("q1", tuple(PASSAGES), ("the old mill",))]
+    out = bench.out
+    bench.run.text("quality", "--model", bench.model, "--device", "cpu", "--arena", checkout, "--json", out)
+    assert [line["n"] for line in json.loads(out.read_text())["summary"]] == [2, 2, 2]
+
+
+def test_a_list_of_checksums_confirms_an_arenas_file_or_refuses_it(checkout: Path) -> None:
+    assert not read_arena(checkout).checked
+    sums = {checkout.name: hashlib.sha256(checkout.read_bytes()).hexdigest()}
+    (checkout.parent / "sha256.json").write_text(json.dumps(sums))
+    assert read_arena(checkout).checked
+    checkout.write_text(checkout.read_text().replace("mill", "hill"))
+    for path in (checkout, checkout.parent / "agent_reports" / "harbour_notes.jsonl"):
+        with pytest.raises(BadDataset, match=r"harbour_n100\.jsonl is not the frozen file"):
+            read_arena(path)

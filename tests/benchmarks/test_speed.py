@@ -1,43 +1,31 @@
-"""The command `speed`: floors that are counted right, tiers that are what they say, and a result one can read."""
+"""The measurements of speed: floors that are counted right, sides on the same tokens, and a result one can read."""
 
 from __future__ import annotations
 
-import io
 import json
 import statistics
-import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations.bitnet import BitLinear
 
-from benchmarks.quality.configurations import configurations
-from benchmarks.speed.ceilings import Ceilings, add_floors, row_operations, step_bytes
-from benchmarks.speed.measure import (
-    STEPS,
-    SpeedOptions,
-    measure_speed,
-    peak_bytes,
-    random_prompt,
-    stock_steps,
-)
-from benchmarks.speed.shapes import SHAPES, random_model
-from benchmarks.speed.tables import terminal_tables
-from benchmarks.speed.tiers import ThrottledStore
+from benchmarks import speed, store
+from benchmarks.floors import random_model, row_operations, step_bytes
+from benchmarks.runner import Run as Records
+from benchmarks.speed import STEPS, peak_bytes, random_prompt, report, stock_steps
+from benchmarks.store import COLD, EntryShape
 from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError, make_method
+from qcfuse_rag.cli.capacity import SHAPES, Ceilings
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.models.weights.formats import HeldFormat, round_weights
 from qcfuse_rag.runtime.cost import Costs, LoadTimes
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.testing import example_chunk, example_key
 from qcfuse_rag.verification.exactness import stock_attention
 from tests.support import seams
 from tests.support.cli import Run
@@ -57,9 +45,19 @@ TINY = {
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     """Return a tiny model, on a machine whose rates need not be measured: that takes seconds."""
-    seams.measured_ceilings(monkeypatch, lambda lm: Ceilings(1e11, 1e10, 5e9))
+    seams.measured_ceilings(monkeypatch, lambda *_: Ceilings(1e11, 1e10, 5e9))
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     return random_model("tiny", device="cpu")
+
+
+def measured_run(lm: LanguageModel, **options: Any) -> Records:
+    run = Records("speed")
+    speed.measure_model(lm, speed.Options(**{"ratios": "0.1", "repeats": 1, **options}), run)
+    return run
+
+
+def measured(lm: LanguageModel, **options: Any) -> Any:
+    return report(measured_run(lm, **options)).summary
 
 
 def test_shapes_have_the_published_numbers_of_parameters() -> None:
@@ -117,26 +115,6 @@ def test_weights_in_buffers_of_several_numbers_a_byte_are_counted(tiny: Language
     assert step_bytes(tiny, 0) == read - 3 * 64 * 96 * 4 + 3 * (64 * 96 // 4 + 4)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_scales_of_bitsandbytes_are_counted(tiny: LanguageModel, bits: int) -> None:
-    bnb = pytest.importorskip("bitsandbytes").nn
-    operations, read = row_operations(tiny, 100, 200), step_bytes(tiny, 0)
-    layer = tiny.model.model.layers[0]
-    if bits == 4:
-        packed = bnb.Linear4bit(64, 96, bias=False)
-    else:
-        packed = bnb.Linear8bitLt(64, 96, bias=False, has_fp16_weights=False)
-    packed.load_state_dict(layer.mlp.up_proj.state_dict())
-    layer.mlp.up_proj = packed.to("cpu")
-    described = ("weight_format", "weight.quant_state.")  # no numbers of the product
-    saved = sum(x.nbytes for name, x in packed.state_dict().items() if not name.startswith(described))
-    for _ in range(2):  # 8 bits move their scales at the first call
-        assert row_operations(tiny, 100, 200) == operations
-        assert step_bytes(tiny, 0) == read - 64 * 96 * 4 + saved
-        packed(torch.randn(1, 64))
-    assert saved < 64 * 96 * 4
-
-
 def test_peak_memory_is_what_was_held_at_once() -> None:
     def run() -> torch.Tensor:
         first = torch.ones(1000)
@@ -150,14 +128,14 @@ def test_peak_memory_is_what_was_held_at_once() -> None:
 @pytest.mark.slow
 def test_a_request_takes_its_buffer_and_a_layers_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Placing, probing and recomputing hold no second copy of the prompt's keys and values."""
-    seams.measured_ceilings(monkeypatch, lambda lm: Ceilings(1e11, 1e10, 5e9))
+    seams.measured_ceilings(monkeypatch, lambda *_: Ceilings(1e11, 1e10, 5e9))
     slack, layer_bytes = [], 0.0
     for layers in (3, 9):
         shape = {"head_dim": 64, "num_key_value_heads": 4, "num_hidden_layers": layers}
         monkeypatch.setitem(SHAPES, "tiny", {**TINY, **shape})
         lm = random_model("tiny", device="cpu")
-        options = SpeedOptions((2000,), tuple(configurations(["prophetkv"], [0.05])[1:]), repeats=1, requests=())
-        rounds = [measure_speed(lm, options)["prefill"][1] for _ in range(3)]
+        options = {"context": "2000", "methods": "prophetkv", "ratios": "0.05", "tiers": "memory"}
+        rounds = [measured(lm, **options, requests="")["prefill"][1] for _ in range(3)]
         buffer_bytes = rounds[0]["buffer_bytes"]
         layer_bytes = buffer_bytes / lm.n_layers
         slack.append(statistics.median(fused["peak_bytes"] for fused in rounds) - buffer_bytes)
@@ -167,28 +145,16 @@ def test_a_request_takes_its_buffer_and_a_layers_slack(monkeypatch: pytest.Monke
     assert slack[1] - slack[0] < 0.2 * layer_bytes, "the slack grows with the layers"
 
 
-def test_a_throttled_store_reads_as_slowly_as_it_says() -> None:
-    store = ThrottledStore(1e5)
-    own = example_chunk(1, n_tokens=40)
-    store.put(example_key(1), own)
-    found = store.get(example_key(1))
-    assert isinstance(found, ChunkKV)
-    started = time.perf_counter()
-    found.read()
-    assert time.perf_counter() - started >= 0.95 * own.nbytes / 1e5
-
-
 @pytest.mark.slow
 def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
-    methods = tuple(configurations(["auto[guard=false]", "reuse"], [0.1])[1:])
-    found = measure_speed(
-        tiny, SpeedOptions((100, 230), methods, ("memory", "disk", "throttled"), chunk=64, repeats=1, requests=(1, 2))
+    found = measured(
+        tiny, context="100,230", methods="auto[guard=false],reuse", tiers="memory,disk", chunk=64, requests="1,2"
     )
     rows = found["prefill"]
-    assert [row["context"] for row in rows] == [100] * 7 + [230] * 7
-    assert {row["prompt"] for row in rows[:7]} == {164}
+    assert [row["context"] for row in rows] == [100] * 5 + [230] * 5
+    assert {row["prompt"] for row in rows[:5]} == {164}
     assert [row["tier"] for row in rows[:3]] == ["-", "memory", "memory"]
-    full, fused = rows[7], rows[8]
+    full, fused = rows[5], rows[6]
     assert full["rows"] == full["prompt"]
     assert fused["rows"] < 100
     assert fused["bytes_loaded"] > 0
@@ -209,16 +175,15 @@ def test_methods_run_with_their_guard(
     """A method whose guard refuses takes full prefill's time."""
     seams.measured_passes(monkeypatch, lambda *_: Costs(pass_s=0.5, row_s=row_s))
     seams.measured_loading(monkeypatch, lambda *_: LoadTimes(1e-6, 1e-6))
-    methods = tuple(configurations(["auto"], [0.1])[1:])
-    found = measure_speed(tiny, SpeedOptions((230,), methods, chunk=64, repeats=1, requests=()))
+    run = measured_run(tiny, context="230", tiers="memory", chunk=64, requests="")
+    found = report(run).summary
     full, auto = found["prefill"]
     assert (auto["rows"] < auto["prompt"]) == fuses
     full_s = 0.5 + auto["prompt"] * row_s
     assert auto["predicted_s"] == full_s if not fuses else 0 < auto["predicted_s"] < 0.9 * full_s
     assert (full["predicted_s"], full["fallback"]) == (None, None)
-    console = Console(width=300, record=True, file=io.StringIO())
-    console.print(terminal_tables(found, 300)[0])
-    assert f"{'fuses' if fuses else 'in full'}, {1000 * auto['predicted_s']:,.1f} ms" in console.export_text()
+    decision = f"{'fuses' if fuses else 'in full'}, {1000 * auto['predicted_s']:,.1f} ms"
+    assert decision in report(run).tables[0].rows[1]
 
 
 def test_transformers_own_steps_go_on_from_the_same_keys(tiny: LanguageModel) -> None:
@@ -233,60 +198,26 @@ def test_transformers_own_steps_go_on_from_the_same_keys(tiny: LanguageModel) ->
                 assert torch.allclose(step()[0, -1], ours, atol=1e-4)
 
 
-def test_configurations_of_one_method_are_told_apart_on_a_narrow_terminal(tiny: LanguageModel) -> None:
-    chosen = configurations(["auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]"])[1:]
-    found = measure_speed(tiny, SpeedOptions((230,), tuple(chosen), chunk=64, repeats=1, requests=(1,)))
-    labels = [row["method"] for row in found["prefill"]]
-    assert labels == ["full", "auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]"]
-    for width in (80, 300):
-        console = Console(width=width, record=True, file=io.StringIO())
-        for table in terminal_tables(found, width):
-            console.print(table)
-        shown = console.export_text()
-        assert "…" not in shown
-        assert all(f"{1000 * row['ttft_s']:,.1f} ms" in shown for row in found["prefill"])
-    assert "│ auto[ratio=.1,layers=third_quarter] │" in shown, "and no parameter is taken for markup"
-
-
-@pytest.mark.slow
-def test_a_tier_keeps_passages_in_each_format(tiny: LanguageModel) -> None:
-    options = SpeedOptions(
-        (230,),
-        tuple(configurations(["reuse"])[1:]),
-        ("memory", "disk", "throttled"),
-        ("int8", "model"),
-        chunk=64,
-        repeats=1,
-        requests=(1,),
-    )
-    found = measure_speed(tiny, options)
-    rows = {(row["tier"], row["numbers"]): row["bytes_loaded"] for row in found["prefill"][1:]}
-    assert len(rows) == 6
-    for tier in options.tiers:
-        assert 0.25 < rows[tier, "int8"] / rows[tier, "model"] < 0.4, "a byte for a number of four, and scales"
-    console = Console(width=300, record=True, file=io.StringIO())
-    console.print(terminal_tables(found, 300)[0])
-    shown = console.export_text()
-    cells = {cell.strip() for cell in shown.split("│")}
-    assert {f"{tier}{numbers}" for tier in options.tiers for numbers in ("", " int8")} <= cells
-
-
 def test_floors_follow_the_best_rates_that_were_found() -> None:
     """A machine may be slow while its rates are measured, and a floor above what was measured is none."""
-    slow, fast = Ceilings(1e9, 4e9, 2e9), Ceilings(3e9, 5e9, 1e9)
-    best = slow.or_better(fast)
-    assert best == fast.or_better(slow) == Ceilings(3e9, 5e9, 2e9)
-    row = {"operations": 6e9, "full_operations": 2.4e10, "bytes_loaded": 1e9, "ttft_s": 4.0}
-    prefill = [{**row, "tier": tier} for tier in ("memory", "device", "throttled")]
-    result = {"prefill": prefill, "decode": [{"bytes": 1e9, "step_s": 0.5}]}
-    add_floors(result, best, throttle=2.5e8)
-    assert [row["arithmetic_s"] for row in prefill] == [2.0] * 3
-    assert [row["loading_s"] for row in prefill] == [0.5, 0.4, 4.0]
-    assert [row["of_floor"] for row in prefill] == [0.5, 0.5, 1.0]
-    assert [row["speedup_calculated"] for row in prefill] == [2.0] * 3, "full prefill's arithmetic takes 8 s"
-    assert result["decode"][0]["bytes_s"] == 0.2
-    assert result["decode"][0]["of_floor"] == 0.4
-    assert result["ceilings"] == {"flops": 3e9, "memory_bytes_s": 5e9, "loading_bytes_s": 2e9}
+    run = Records("speed", about={"model": "m"})
+    for number, rates in enumerate(((1e9, 4e9, 2e9), (3e9, 5e9, 1e9))):
+        run.add(("ceilings", number), dict(zip(("flops", "memory", "loading"), rates, strict=True)))
+    counted = {"rows": 1, "operations": 6e9, "bytes_loaded": 1e9, "recorded_passes": 0, "fallback": None}
+    times = {"ttft_s": 4.0, "load_s": 0.0, "probe_s": 0.0, "recompute_s": 4.0, "predicted_s": None}
+    for side in (("transformers", None, "-"), ("full", None, "-"), ("reuse", 0.0, "memory"), ("reuse", 0.0, "device")):
+        run.add(("prefill", 9, *side, "model", 0), {**counted, **times})
+    run.add(("prompt", 9), {"full_operations": 2.4e10, "buffer_bytes": 1})
+    run.add(("decode", 9, 1), {"bytes": 1e9, "step_s": 0.5, "context": 9, "requests": 1, "tokens_per_s": 2.0,
+                               "transformers_step_s": None, "transformers_cache": None})  # fmt: skip
+    found = report(run).summary
+    assert found["ceilings"] == {"flops": 3e9, "memory": 5e9, "loading": 2e9}
+    _, near, device = found["prefill"]
+    assert [row["arithmetic_s"] for row in (near, device)] == [2.0, 2.0]
+    assert [row["loading_s"] for row in (near, device)] == [0.5, 0.4]
+    assert [row["of_floor"] for row in (near, device)] == [0.5, 0.5]
+    assert near["speedup_calculated"] == 2.0, "full prefill's arithmetic takes 8 s"
+    assert found["decode"][0]["bytes_s"] == 0.2
 
 
 def test_what_cannot_be_measured_is_said(tiny: LanguageModel) -> None:
@@ -294,46 +225,47 @@ def test_what_cannot_be_measured_is_said(tiny: LanguageModel) -> None:
         random_model("gpt-9")
     with pytest.raises(QCFuseError, match="no dtype 'float99'"):
         random_model("tiny", dtype="float99")
-    with pytest.raises(QCFuseError, match="no tier 'pinned' on cpu; there are memory, disk, throttled"):
-        measure_speed(tiny, SpeedOptions(tiers=("pinned",)))
-    with pytest.raises(QCFuseError, match="no format of numbers 'int4'; there are model, int8, fp8"):
-        measure_speed(tiny, SpeedOptions(numbers=("int4",)))
+    for options, says in (
+        ({"tiers": "pinned"}, "no tier 'pinned' on cpu; there are memory, disk"),
+        ({"numbers": "int4"}, "no format of numbers 'int4'; there are model, int8, fp8"),
+        ({"context": "-5"}, "must be more than 0"),
+        ({"context": "many"}, "'many' is no list of whole numbers"),
+    ):
+        with pytest.raises(QCFuseError, match=says):
+            measured(tiny, **options)
     with pytest.raises(PromptTooLong, match="200,000"):
-        measure_speed(tiny, SpeedOptions((200_000,)))
+        measured(tiny, context="200000")
 
 
 @pytest.mark.slow
-def test_the_command_writes_json_a_page_and_a_picture(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SHAPES, "tiny", TINY)
-    out = tmp_path / "speed.json"
-    shown = run.json(
-        *("speed", "--shape", "tiny", "--device", "cpu", "--context", "100,200", "--chunk", 50),
-        *("--ratios", ".1", "--requests", "1", "--repeats", 1, "--out", out),
-    )
-    assert json.loads(out.read_text()) == shown
-    assert shown["about"]["kernels"] == "there are none for cpu"
-    page = out.with_suffix(".md").read_text()
-    assert page.count("\n| ") == 2 * 3 + 2 + 2, "a line for each side and context, and the headings"
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    code, _, err = run("speed", "--shape", "tiny", "--model", "x")
+def test_the_commands_write_json_and_a_page(run: Run, model_folder: str, tmp_path: Path) -> None:
+    out, where = tmp_path / "speed.json", ("--model", model_folder, "--device", "cpu")
+    sizes = ("--context", "100,200", "--chunk", 50, "--ratios", ".1", "--requests", "1", "--repeats", 1)
+    run.text("speed", *where, *sizes, "--tiers", "memory,disk", "--numbers", "int8,model", "--json", out)
+    result, page = json.loads(out.read_text()), out.with_suffix(".md").read_text()
+    assert result["about"]["kernels"] == "there are none for cpu"
+    assert page.count("\n| ") == 2 * 5 + 2 + 2, "a line for each side and context, and the headings"
+    read = {(row["tier"], row["numbers"]): row["bytes_loaded"] for row in result["prefill"] if row["method"] == "auto"}
+    assert all(0.25 < read[tier, "int8"] / read[tier, "model"] < 0.4 for tier in ("memory", "disk"))
+    code, _, err = run("speed", "--shape", "qwen3-8b", "--model", model_folder)
     assert (code, "not both" in err) == (1, True)
 
 
 @pytest.mark.slow
-def test_what_was_measured_is_kept_where_no_picture_can_be_drawn(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SHAPES, "tiny", TINY)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    out = tmp_path / "speed.json"
-    code, shown, _ = run(
-        *("speed", "--shape", "tiny", "--device", "cpu", "--context", "100", "--chunk", 50, "--ratios", ".1"),
-        *("--numbers", "", "--requests", "1", "--repeats", 1, "--out", out),
-    )
-    assert code == 0
-    assert "speed.md" in shown
-    assert "no picture: plots need matplotlib" in shown
-    assert {row["numbers"] for row in json.loads(out.read_text())["prefill"]} == {"model"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["speed.json", "speed.md"]
+def test_a_warming_job_is_measured_beside_its_forward_passes(run: Run, model_folder: str, tmp_path: Path) -> None:
+    out = tmp_path / "warm.json"
+    options = ("--model", model_folder, "--device", "cpu", "--chunks", 3, "--repeats", 2)
+    assert "warming job" in run.text("warm", *options, "--json", out)
+    result = json.loads(out.read_text())
+    assert (len(result["job_s"]), len(result["bare_s"]), result["computed_share"] >= 1) == (2, 2, True)
+
+
+def test_a_store_is_measured_with_every_number_of_threads(tmp_path: Path) -> None:
+    shape = EntryShape(layers=2, heads=2, channels=16, tokens=200, dtype=torch.bfloat16)
+    run = Records("store")
+    store.measure(store.Options(folder=tmp_path, mb=1, repeats=2, threads="1,3"), run, (shape,))
+    rates = store.report(run).summary["rates"]
+    operations = {rate["operation"] for rate in rates}
+    assert (len(operations), {rate["threads"] for rate in rates}) == (4 if COLD in operations else 2, {1, 3})
+    assert all(min(rate["store_mb_s"], rate["bare_mb_s"], rate["of_bare"]) > 0 for rate in rates)
+    assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.speed.ceilings import row_operations
+from benchmarks.floors import row_operations
 from qcfuse_rag import LanguageModel, QCFuseError
 from qcfuse_rag.cli.capacity import CorpusPlan, ModelShape, Rates, rates_of, shape_of, size_up
 from tests.support.cli import Run

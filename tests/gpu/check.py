@@ -27,9 +27,12 @@ import torch
 import transformers
 from torch.nn import functional
 
-from benchmarks.speed.measure import SpeedOptions, random_prompt, run_speed
-from benchmarks.speed.shapes import random_model
-from benchmarks.speed.tiers import fill, open_tiers
+from benchmarks import kernel_floors
+from benchmarks import speed as speed_measurement
+from benchmarks.floors import random_model
+from benchmarks.runner import Run, execute
+from benchmarks.speed import random_prompt
+from benchmarks.tiers import fill, open_tiers
 from qcfuse_rag import KVStore, LanguageModel, MemoryStore, make_method, open_store
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import default_model
@@ -172,8 +175,8 @@ def loading(check: Check) -> dict[str, Any]:
     contexts, chunk = (1024, 4096, 10240, 32768), 512
     method = make_method("auto", ratio=0.1)
     with ExitStack() as stack:
-        names, formats = ("pinned", "device"), ("model", "int8")
-        tiers = open_tiers(lm, names, formats, stack, throttle=1e9, folder=None)
+        names, formats = (("pinned",), ("int8",)) if check.dry else (("pinned", "device"), ("model", "int8"))
+        tiers = open_tiers(lm, names, formats, stack, folder=None)
         generator = torch.Generator().manual_seed(0)
         prompts = [random_prompt(lm, context, chunk, generator) for context in contexts]
         for prompt in prompts:
@@ -227,25 +230,26 @@ def prefetching(check: Check) -> dict[str, Any]:
 
 def floors(check: Check) -> dict[str, Any]:
     """Time the kernels beside torch and lower bounds, with other tiles."""
-    from benchmarks.studies.kernel_floors import kernel_floors
-    from benchmarks.studies.runner import StudyRun
-
-    return dict(kernel_floors(StudyRun(str(check.folder / "floors.json")), check.shape, tiles=True).data)
+    options = kernel_floors.Options(shape=check.shape, tiles=True)
+    run, out = Run("kernel-floors"), check.folder / "floors.json"
+    execute(run, lambda run: kernel_floors.measure(options, run), kernel_floors.report, str(out))
+    return dict(kernel_floors.report(run).summary)
 
 
 def speed(check: Check) -> dict[str, Any]:
-    """Run `python -m benchmarks speed`; its result is written after each context."""
-    from benchmarks.quality.configurations import configurations
-
-    options = SpeedOptions(
-        contexts=check.contexts,
-        methods=tuple(configurations(METHODS)[1:]),
-        tiers=("pinned", "device"),
-        numbers=("model", "int8"),
+    """Run `python -m benchmarks speed`; its result is written as it comes."""
+    options = speed_measurement.Options(
+        context=",".join(map(str, check.contexts)),
+        methods=",".join(METHODS),
+        tiers="pinned,device",
+        numbers="model,int8",
         repeats=3,
-        requests=(1, 8),
+        requests="1,8",
     )
-    return run_speed(check.lm, options, check.folder / "speed.json")
+    run, out = Run("speed"), check.folder / "speed.json"
+    measure = speed_measurement.measure_model
+    execute(run, lambda run: measure(check.lm, options, run), speed_measurement.report, str(out))
+    return dict(speed_measurement.report(run).summary)
 
 
 def profile(check: Check) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.quality.run import gold_nll
+from benchmarks.quality import gold_nll
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
 from qcfuse_rag.methods.fusionrag import ENRICHED
 from tests.support.engines import make_engine

@@ -102,10 +102,9 @@ shadow_prefill = _seam("qcfuse_rag.verification.watch.fuse_prompt")
 spare_connections = _seam("qcfuse_rag.server.http_server.SPARE_CONNECTIONS")
 counted_bytes = _seam("qcfuse_rag.server.protocol.json_body.PIECE_BYTES")
 demo_corpus = _seam("qcfuse_rag.cli.demo.command.corpus")
-quality_plots = _seam("benchmarks.quality.tables.draw")
-pause_between_sides = _seam("benchmarks.speed.peer.WAIT_S")
-measured_ceilings = _seam("benchmarks.speed.measure.measure_ceilings")
-nearest_passages = _seam("benchmarks.quality.offline.embedded_neighbours")
+pause_between_sides = _seam("benchmarks.peer.WAIT_S")
+measured_ceilings = _seam("benchmarks.speed.measure_ceilings")
+nearest_passages = _seam("benchmarks.preparation.embedded_neighbours")
 
 
 def large_blocks(patch: pytest.MonkeyPatch) -> None:

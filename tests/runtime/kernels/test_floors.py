@@ -1,4 +1,4 @@
-"""The study `kernel-floors` times the same work on both sides."""
+"""The measurement `kernel-floors` times the same work on both sides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.studies.kernel_floors import LayerSizes, cases, describe, other_tiles, without_kernels
+from benchmarks.kernel_floors import LayerSizes, cases, other_tiles, report, without_kernels
+from benchmarks.runner import Run
 from qcfuse_rag.runtime.kernels import launch
 from tests.runtime.kernels.operands import relative_error
 from tests.support.recorders import DEVICE
@@ -30,12 +31,11 @@ def test_other_tiles_are_listed_once() -> None:
         assert len({tile, *tried}) == 1 + len(tried) > 4
 
 
-def test_a_case_is_described_with_its_tiles_or_its_refusal() -> None:
+def test_a_case_is_shown_with_its_tiles_or_its_refusal() -> None:
     tiles = [{"tile": "A", "ms": 0.5, "refusal": None}, {"tile": "B", "ms": None, "refusal": "[/tmp/x] does not fit"}]
-    row = {"case": "this", "kernel_ms": 2.0, "torch_ms": 4.0, "floor_ms": 0.25, "tiles": tiles}
-    assert describe(row).splitlines() == [
-        "this: 2.000 ms, torch 4.000 ms, 2.0 times as fast; floor 0.250 ms",
-        "  A: 0.500 ms, 0.50",
-        "  B: [/tmp/x] does not fit",
-    ]
-    assert describe({"case": "this", "refusal": "no room"}) == "this: no room"
+    run = Run("kernel-floors", about={"device": "this"})
+    run.add(("one",), {"kernel_ms": 2.0, "torch_ms": 4.0, "floor_ms": 0.25, "tiles": tiles})
+    run.add(("other",), {"refusal": "no room"})
+    [table] = report(run).tables
+    assert list(table.rows[0]) == ["one", "2.000", "4.000", "2.0", "0.250", "A: 0.500, 0.50; B: [/tmp/x] does not fit"]
+    assert table.rows[1][-1] == "no room"

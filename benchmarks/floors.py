@@ -1,39 +1,55 @@
-"""Lower bounds on a prefill's and a decode step's time, from rates measured on this machine.
+"""Models of known shapes, and lower bounds on the time of a prefill and of a decode step.
 
 Williams et al., Roofline (CACM 2009): work is bound by arithmetic or by bytes, whichever takes longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
 
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from qcfuse_rag.cli.capacity import Ceilings
+from qcfuse_rag.cli.capacity import SHAPES
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.fingerprint import plain_parts
 from qcfuse_rag.models.weights.packed_linear import PackedLinear
 from qcfuse_rag.runtime.device import finish, timed
 from qcfuse_rag.runtime.language_model import LanguageModel
 
-T = TypeVar("T")
+WINDOW = 1 << 17
+
+
+def random_model(shape: str, *, device: str | None = None, dtype: str | None = None) -> LanguageModel:
+    """Return a model of a known shape with random weights, built on the device."""
+    if shape not in SHAPES:
+        raise QCFuseError(f"there is no shape {shape!r}; there are {', '.join(SHAPES)}")
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_dtype = getattr(torch, dtype or ("float32" if target.type == "cpu" else "bfloat16"), None)
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
+        raise QCFuseError(f"there is no dtype {dtype!r}; bfloat16, float16 and float32 are common")
+    config = AutoConfig.for_model(**SHAPES[shape], max_position_embeddings=WINDOW)
+    with target:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
+    model.generation_config.eos_token_id = None  # so that answers have the length asked for
+    return LanguageModel.wrap(model.eval(), _byte_tokenizer(), name=f"{shape}, random weights")
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single bytes, for generated text; prompts are made of token ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def seconds(lm: LanguageModel, run: Callable[[], object]) -> float:
     """Time one call, with the work that it leaves to the device."""
     finish(lm.device)
     return timed(lm.device, run)
-
-
-def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Call every side once a round, and return the results of all rounds but a first one, which warms up."""
-    results: dict[str, list[T]] = {name: [] for name in sides}
-    for turn in range(rounds + 1):
-        for name, call in sides.items():
-            result = call()
-            if turn:
-                results[name].append(result)
-    return results
 
 
 def row_operations(lm: LanguageModel, rows: float, tokens: int) -> float:
@@ -48,30 +64,6 @@ def step_bytes(lm: LanguageModel, tokens: int, requests: int = 1) -> float:
     """Count the bytes that a decode step reads: the weights once, and each request's keys and values."""
     weights = sum(map(_held_bytes, [*_layer_modules(lm), lm.model.get_output_embeddings()]))
     return weights + requests * tokens * lm.kv_bytes_per_token
-
-
-def add_floors(result: dict[str, Any], ceilings: Ceilings, throttle: float) -> None:
-    """Add the ceilings to a result, and to each row its lower bound and its share of the time measured.
-
-    Each prefill also gets its ratio to full prefill's operations alone at the measured rate. No engine computes them in
-    less time, so the ratio is a lower bound on `speedup` over any full prefill. The tier `throttled` delivers
-    `throttle` bytes a second.
-    """
-    result["ceilings"] = {
-        "flops": ceilings.flops,
-        "memory_bytes_s": ceilings.memory,
-        "loading_bytes_s": ceilings.loading,
-    }
-    rates = {"throttled": throttle, "device": ceilings.memory / 2}
-    for row in result["prefill"]:
-        row["arithmetic_s"] = row["operations"] / ceilings.flops
-        row["loading_s"] = row["bytes_loaded"] / rates.get(row["tier"], ceilings.loading)
-        row["of_floor"] = max(row["arithmetic_s"], row["loading_s"]) / row["ttft_s"]
-        row["calculated_full_s"] = row["full_operations"] / ceilings.flops
-        row["speedup_calculated"] = row["calculated_full_s"] / row["ttft_s"]
-    for row in result["decode"]:
-        row["bytes_s"] = row["bytes"] / ceilings.memory
-        row["of_floor"] = row["bytes_s"] / row["step_s"]
 
 
 def _layer_modules(lm: LanguageModel) -> list[nn.Module]:

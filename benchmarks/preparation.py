@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.quality.configurations import Configuration
+from benchmarks.configurations import Configuration
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.similarity import nearest_chunks
@@ -33,23 +33,14 @@ class OfflineCost:
     seconds: float
     size_bytes: int
 
+    def figures(self) -> dict[str, float]:
+        """Return seconds and bytes by name."""
+        return {"seconds": self.seconds, "size_bytes": self.size_bytes}
+
     def after(self, before: OfflineCost) -> OfflineCost:
         """Return this cost together with that of the preparation it builds on, for the same passages."""
         seconds, size_bytes = self.seconds + before.seconds, self.size_bytes + before.size_bytes
         return OfflineCost(self.preparation, self.chunks, seconds, size_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class NeighbourPool:
-    """The corpus in which each passage's neighbours are searched; the prepared passages always belong to it."""
-
-    texts: tuple[str, ...] = ()
-    neighbours: int = NEIGHBOURS
-
-    def beside(self, passages: Sequence[str]) -> list[str]:
-        """Return the corpus without the prepared passages, each text once."""
-        prepared = set(passages)
-        return [text for text in dict.fromkeys(self.texts) if text not in prepared]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +68,13 @@ class Preparation:
             return Preparation(self.base)
         return Preparation(FRAMED) if self.base.derived or self.base.primed else None
 
-    def run(self, engine: FusionEngine, passages: Sequence[str], pool: NeighbourPool) -> OfflineCost:
+    def run(self, engine: FusionEngine, passages: Sequence[str]) -> OfflineCost:
         """Prefill the passages that the store lacks, or capture each behind its neighbours."""
         if self.keep is not None:
             return self._capture(engine, passages, self.keep)
-        others = pool.beside(passages) if self.base.derived else []
-        neighbours = embedded_neighbours([*passages, *others], pool.neighbours) if self.base.derived else None
+        neighbours = embedded_neighbours(passages) if self.base.enriched else None
         started = time.perf_counter()
-        summary = engine.warm(
-            passages, bases=(self.base,), neighbours=neighbours and neighbours[: len(passages)], others=others
-        )
+        summary = engine.warm(passages, bases=(self.base,), neighbours=neighbours)
         return OfflineCost(self.name, summary.warmed, time.perf_counter() - started, summary.size_bytes)
 
     def _capture(self, engine: FusionEngine, passages: Sequence[str], keep: str) -> OfflineCost:
@@ -135,11 +123,10 @@ def prepare(
     engine: FusionEngine,
     configurations: Iterable[Configuration],
     passages: Iterable[str],
-    pool: NeighbourPool | None = None,
 ) -> dict[str, OfflineCost]:
     """Do the preparations that the configurations need, each once, and return their costs by name.
 
-    Repeated passages count once. Neighbours are searched in the pool, by default among the passages alone.
+    Repeated passages count once. Neighbours are searched among the passages.
     """
     texts = list(dict.fromkeys(passages))
     costs: dict[str, OfflineCost] = {}
@@ -147,7 +134,7 @@ def prepare(
     def run(preparation: Preparation) -> OfflineCost:
         if preparation.name not in costs:
             before = run(preparation.prerequisite) if preparation.prerequisite is not None else None
-            cost = preparation.run(engine, texts, pool or NeighbourPool())
+            cost = preparation.run(engine, texts)
             costs[preparation.name] = cost if before is None else cost.after(before)
         return costs[preparation.name]
 

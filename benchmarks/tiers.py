@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
 
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
@@ -21,11 +18,9 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
-from qcfuse_rag.store.chunk import Blocks, ChunkKV
-from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.quantization import LOSSLESS, STORE_FORMATS
 
-TIERS = ("memory", "device", "pinned", "disk", "throttled")
+TIERS = ("memory", "device", "pinned", "disk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +38,6 @@ def open_tiers(
     formats: Sequence[str],
     stack: ExitStack,
     *,
-    throttle: float,
     folder: Path | None,
 ) -> list[StoreTier]:
     """Open a store for each tier in each format; the stack closes them. An error lists what exists here."""
@@ -59,8 +53,6 @@ def open_tiers(
         if name == "disk":
             path = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
             return stack.enter_context(DiskStore(path, UNLIMITED, numbers=numbers))
-        if name == "throttled":
-            return ThrottledStore(throttle, numbers=numbers)
         device = str(lm.device) if name == "device" else "cpu"
         return MemoryStore(UNLIMITED, device=device, pinned=name == "pinned", numbers=numbers)
 
@@ -85,48 +77,3 @@ def copy_entries(source: KVStore, target: KVStore) -> None:
         opened = source.open(entry.address)
         if not isinstance(opened, Miss) and opened[0] not in target:
             target.put(*opened)
-
-
-class ThrottledBlocks(Blocks):
-    """Blocks that are read at a given number of bytes a second."""
-
-    def __init__(self, inner: Blocks, bytes_per_s: float) -> None:
-        self._inner, self._bytes_per_s = inner, bytes_per_s
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows of a block after the time that reading them takes."""
-        return self._delayed(self._inner.rows(name, start, stop))
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._delayed(self._inner[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._inner)
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def _delayed(self, tensor: Tensor) -> Tensor:
-        time.sleep(tensor.nbytes / self._bytes_per_s)
-        return tensor
-
-
-class ThrottledStore(MemoryStore):
-    """A store in memory that reads no faster than a given disk or network."""
-
-    def __init__(self, bytes_per_s: float, *, numbers: str = LOSSLESS) -> None:
-        super().__init__(UNLIMITED, numbers=numbers)
-        self._bytes_per_s = bytes_per_s
-
-    def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return a chunk with throttled blocks, or a miss."""
-        chunk = super().get(key)
-        return chunk if isinstance(chunk, Miss) else self._throttled(chunk)
-
-    def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
-        """Return an entry with throttled blocks, or a miss."""
-        entry = super().open(address)
-        return entry if isinstance(entry, Miss) else (entry[0], self._throttled(entry[1]))
-
-    def _throttled(self, chunk: ChunkKV) -> ChunkKV:
-        return replace(chunk, blocks=ThrottledBlocks(chunk.blocks, self._bytes_per_s))

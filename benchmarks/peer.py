@@ -7,24 +7,23 @@ it (`n_cache_reuse` of its server). It is used by its package xllamacpp, without
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
+from typer import Option
 
-from benchmarks.environment import about_run
-from benchmarks.quality.configurations import FULL, Configuration
-from benchmarks.quality.tables import figures
-from benchmarks.speed.ceilings import take_turns
-from qcfuse_rag.bundled import corpus, questions
+from benchmarks.configurations import FULL, Configuration, configurations, split_names
+from benchmarks.options import Methods, Ratios, Repeats, counts, shares
+from benchmarks.runner import Record, Report, Run, Table, about_model, machine_conditions
+from qcfuse_rag.bundled import corpus, default_model, questions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.completion import end_tokens
@@ -43,22 +42,23 @@ WAIT_S = 1.0
 Ids = Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerOptions:
-    """The options of `python -m benchmarks peer`; its help describes them."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the measurement."""
 
-    gguf: Path
-    methods: tuple[Configuration, ...]
-    context: int = 2048
-    answers: tuple[int, ...] = (32, 128, 512)
-    repeats: int = 3
-    weights: str = "auto"
+    model: Annotated[Path | None, Option(help="GGUF file of the model; by default SmolLM2-135M.")] = None
+    context: Annotated[
+        int, Option(min=64, help="Tokens of the passages, which are documents of the demonstration.")
+    ] = 2048
+    methods: Methods = "auto"
+    ratios: Ratios = "0.05"
+    answers: Annotated[str, Option(help="Lengths of the answers in tokens, with commas.")] = "32,128,512"
+    weights: Annotated[str, Option(help="Format of this engine's weights.")] = "auto"
+    repeats: Repeats = 3
 
-    def __post_init__(self) -> None:
-        if min(self.context, self.repeats) < 1:
-            raise ValueError("context and repeats must be more than 0")
-        if not self.answers or min(self.answers) < 2:
-            raise ValueError("answers need at least 2 tokens, or there is no step to time")
+    def sides(self) -> list[Configuration]:
+        """Return full prefill and the methods at their ratios."""
+        return configurations(split_names(self.methods), shares(self.ratios))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,43 +76,56 @@ class Prompts:
     other_order: Ids
 
 
-def compare_peer(options: PeerOptions, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-    """Time answers of each length on every side in turns; return medians of the rounds after a first one.
+def measure(options: Options, run: Run) -> None:
+    """Time answers of each length on every side in turns.
 
     Answers do not end before their length: end tokens are not chosen. A first token's time is that of an answer of one
     token.
-
-    Raises:
-        QCFuseError: if xllamacpp is not installed or the model is no GGUF file.
     """
-    if options.gguf.suffix != ".gguf":
-        raise QCFuseError(f"llama.cpp needs a GGUF file, and {options.gguf} is none")
+    gguf, lengths, methods = options.model or Path(default_model()), counts(options.answers), options.sides()
+    if gguf.suffix != ".gguf":
+        raise QCFuseError(f"llama.cpp needs a GGUF file, and {gguf} is none")
+    if not lengths or min(lengths) < 2:
+        raise QCFuseError("answers need at least 2 tokens, or there is no step to time")
     _xllamacpp()
-    lengths = sorted({1, *options.answers})
-    with FusionEngine.load(str(options.gguf), device="cpu", weights=options.weights, prefix_bytes=0) as engine:
+    with FusionEngine.load(str(gguf), device="cpu", weights=options.weights, prefix_bytes=0) as engine:
         texts, prompts = _prompts(engine, options.context)
-        engine.warm(texts, bases=tuple(dict.fromkeys(base for side in options.methods for base in side.method.bases)))
-        seconds: dict[str, dict[int, float]] = {}
-        with _llama_server(options.gguf, len(prompts.measured) + lengths[-1] + SPARE_TOKENS) as server:
-            for done, length in enumerate(lengths):
-                sides = _engine_sides(engine, texts, options.methods, length) | _peer_sides(server, prompts, length)
-                for name, times in take_turns(sides, options.repeats).items():
-                    seconds.setdefault(name, {})[length] = median(times)
-                if progress is not None:
-                    progress(done + 1, len(lengths))
-        rows = [_row(name, by_length, lengths) for name, by_length in seconds.items()]
-        about = about_run(engine.lm, options.gguf.name)
-    return {"about": about, "prompt_tokens": len(prompts.measured), "answers": lengths[1:], "rows": rows}
+        about = {**about_model(engine.lm), "prompt_tokens": len(prompts.measured)}
+        run.begin(about, {**machine_conditions(engine.lm), "context": options.context})
+        engine.warm(texts, bases=tuple(dict.fromkeys(base for side in methods for base in side.method.bases)))
+        with _llama_server(gguf, len(prompts.measured) + max(lengths) + SPARE_TOKENS) as server:
+            for done, length in enumerate(sorted({1, *lengths}), 1):
+                ours, theirs = _engine_sides(engine, texts, methods, length), _peer_sides(server, prompts, length)
+                run.take_turns((length,), {(name,): call for name, call in {**ours, **theirs}.items()}, options.repeats)
+                run.progress(done, len(lengths) + 1)
 
 
-def _row(name: str, seconds: dict[int, float], lengths: Sequence[int]) -> dict[str, Any]:
-    step_s = (seconds[lengths[-1]] - seconds[1]) / (lengths[-1] - 1)
-    return {
-        "side": name,
-        "first_token_s": seconds[1],
-        "step_s": step_s,
-        "answer_s": {str(length): seconds[length] for length in lengths[1:]},
-    }
+def report(run: Run) -> Report:
+    """Return the median seconds of each side; a step's time is that between the longest answer and the first token."""
+    times: dict[str, dict[int, list[float]]] = {}
+    for (length, side, _), record in run.records.items():
+        times.setdefault(str(side), {}).setdefault(int(str(length)), []).append(record["seconds"])
+    lengths = sorted({length for by_length in times.values() for length in by_length} - {1})
+    rows = []
+    for side, by_length in times.items():
+        middle = {length: median(values) for length, values in by_length.items()}
+        longest, first_s = max(middle), middle.get(1)
+        step_s = (middle[longest] - first_s) / (longest - 1) if first_s is not None and longest > 1 else None
+        answer_s = {str(length): seconds for length, seconds in middle.items() if length > 1}
+        rows.append({"side": side, "first_token_s": first_s, "step_s": step_s, "answer_s": answer_s})
+    about = run.about
+    title = f"{about['model']}, {about['prompt_tokens']:,} tokens, {about['threads']} threads, ours in {about['dtype']}"
+    cells = [
+        [
+            row["side"],
+            "" if row["first_token_s"] is None else f"{row['first_token_s']:.2f} s",
+            "" if row["step_s"] is None else f"{1000 * row['step_s']:.1f} ms",
+            *(f"{row['answer_s'][str(n)]:.2f} s" if str(n) in row["answer_s"] else "" for n in lengths),
+        ]
+        for row in rows
+    ]
+    names = ["side", "first token", "a token after", *(f"{length} tokens" for length in lengths)]
+    return Report({"rows": rows}, [Table(title, names, cells)])
 
 
 def _prompts(engine: FusionEngine, context: int) -> tuple[list[str], Prompts]:
@@ -133,18 +146,18 @@ def _prompts(engine: FusionEngine, context: int) -> tuple[list[str], Prompts]:
 
 def _engine_sides(
     engine: FusionEngine, texts: Sequence[str], methods: Sequence[Configuration], length: int
-) -> dict[str, Callable[[], float]]:
+) -> dict[str, Callable[[], Record]]:
     prompt = engine.prompt(questions()[0].question, texts)
     # Answers beyond their end repeat themselves, and candidates of prompt lookup would be right too often.
     params = SamplingParams(max_new_tokens=length, prompt_lookup_num_tokens=0)
 
-    def answer(configuration: Configuration) -> float:
+    def answer(configuration: Configuration) -> Record:
         time.sleep(WAIT_S)
         started = time.perf_counter()
         prefilled = engine.prefill(prompt, method=configuration.method.unguarded, answer_tokens=length)
         generation = TextStream(engine.runner, prefilled, params, sampler=_EndlessSampler(params, engine.lm)).result()
         assert len(generation.ids) == length
-        return time.perf_counter() - started
+        return {"seconds": time.perf_counter() - started}
 
     return {_side_name(side): partial(answer, side) for side in methods}
 
@@ -153,14 +166,14 @@ def _side_name(side: Configuration) -> str:
     return side.label if side.label == FULL or side.ratio is None else f"{side.label}, {100 * side.ratio:g} %"
 
 
-def _peer_sides(server: Any, prompts: Prompts, length: int) -> dict[str, Callable[[], float]]:
-    def answer(before: Ids | None, reuse: int) -> float:
+def _peer_sides(server: Any, prompts: Prompts, length: int) -> dict[str, Callable[[], Record]]:
+    def answer(before: Ids | None, reuse: int) -> Record:
         if before is not None:
             _complete(server, before, 1, keep=True, reuse=reuse)
         time.sleep(WAIT_S)
         started = time.perf_counter()
         _complete(server, prompts.measured, length, keep=before is not None, reuse=reuse)
-        return time.perf_counter() - started
+        return {"seconds": time.perf_counter() - started}
 
     return {
         "llama.cpp, nothing kept": partial(answer, None, 0),
@@ -190,7 +203,7 @@ def _xllamacpp() -> Any:
     try:
         return import_module("xllamacpp")
     except ImportError as error:
-        raise QCFuseError("a comparison with llama.cpp needs xllamacpp: pip install 'qcfuse-rag[llamacpp]'") from error
+        raise QCFuseError("a comparison with llama.cpp needs xllamacpp: pip install 'qcfuse-rag[bench]'") from error
 
 
 @contextmanager
@@ -204,25 +217,6 @@ def _llama_server(gguf: Path, context: int) -> Iterator[Any]:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
     params.verbosity = 0
     yield xllamacpp.Server(params)
-
-
-def peer_table(result: Mapping[str, Any]) -> Table:
-    """Return the seconds of all sides as a table."""
-    about = result["about"]
-    title = (
-        f"{about['model']}, {result['prompt_tokens']:,} tokens, {about['threads']} threads, ours in {about['dtype']}"
-    )
-    names = ["method", "first token", "a token after", *(f"{length} tokens" for length in result["answers"])]
-    rows = (
-        [
-            row["side"],
-            f"{row['first_token_s']:.2f} s",
-            f"{1000 * row['step_s']:.1f} ms",
-            *(f"{seconds:.2f} s" for seconds in row["answer_s"].values()),
-        ]
-        for row in result["rows"]
-    )
-    return figures(title, names, rows)
 
 
 class _EndlessSampler(Sampler):

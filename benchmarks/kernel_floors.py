@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 from unittest import mock
 
 import torch
 import triton
 from torch import Tensor
+from typer import Option
 
-from benchmarks.speed.shapes import SHAPES
-from benchmarks.studies.runner import StudyResult, StudyRun
-from qcfuse_rag.cli.capacity import Ceilings, measure_ceilings
+from benchmarks.runner import Report, Run, Table, about_process
+from qcfuse_rag.cli.capacity import SHAPES, Ceilings, measure_ceilings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.attention import dispatch
@@ -75,35 +74,66 @@ class LayerSizes:
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
 
-def kernel_floors(
-    run: StudyRun, shape: str = "qwen3-8b", tokens: int = 10240, rows: int = 1024, tiles: bool = False
-) -> StudyResult:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the measurement."""
+
+    shape: Annotated[str, Option(help=f"Model shape: {', '.join(SHAPES)}.")] = "qwen3-8b"
+    tokens: Annotated[int, Option(help="Tokens of the prompt.")] = 10240
+    rows: Annotated[int, Option(help="Rows that are recomputed.")] = 1024
+    tiles: Annotated[bool, Option("--tiles", help="Time other tiles too, for a choice in kernels.launch.")] = False
+
+
+def measure(options: Options, run: Run) -> None:
     """Time the kernels on this GPU beside torch, and beside lower bounds from arithmetic and bytes.
 
     Times are medians of Triton's `do_bench`, which empties the cache before each call. Both sides are timed as they are
     called, so the host's time shows where it is longer than emptying the cache. Kernels with tiles are also replayed
     from a CUDA graph, which shows the device's time and its share of the lower bound. The lower bound is the longer of
-    two times: operations at the rate of a large matrix product, and bytes at the rate of a large copy, both measured
-    here. `--tiles` also times other tiles, for a new choice in `runtime.kernels.launch`.
+    two times: operations at the rate of a large matrix product, and bytes at the rate of a large copy.
     """
-    if shape not in SHAPES:
-        raise QCFuseError(f"there is no shape {shape!r}; there are {', '.join(SHAPES)}")
-    if not QUESTION_ROWS <= rows < tokens:
+    if options.shape not in SHAPES:
+        raise QCFuseError(f"there is no shape {options.shape!r}; there are {', '.join(SHAPES)}")
+    if not QUESTION_ROWS <= options.rows < options.tokens:
         raise QCFuseError(f"--rows must be {QUESTION_ROWS} or more, and fewer than --tokens")
     if not torch.cuda.is_available():
         raise QCFuseError("kernels run on a CUDA device; there is none here")
+    device = {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
+    run.begin({**about_process(), **device}, {**device, **asdict(options)})
     ceilings = measure_ceilings(torch.device("cuda"), torch.bfloat16)
-    sizes = LayerSizes.of(SHAPES[shape], torch.bfloat16, torch.device("cuda"))
-    data: dict[str, Any] = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "cases": []}
+    sizes = LayerSizes.of(SHAPES[options.shape], torch.bfloat16, torch.device("cuda"))
     with torch.inference_mode():
-        for case in cases(sizes, tokens, rows):
-            try:
-                data["cases"].append(_measure(case, ceilings, tiles=tiles))
-            except Exception as error:  # the following cases are still measured
-                data["cases"].append({"case": case.name, "refusal": f"{type(error).__name__}: {error}"})
-            print(describe(data["cases"][-1]), file=sys.stderr if run.prints_json else sys.stdout, flush=True)
-            run.keep(data)
-    return StudyResult(data, [])
+        for case in cases(sizes, options.tokens, options.rows):
+            if (case.name,) not in run.records:
+                try:
+                    row = _measure(case, ceilings, tiles=options.tiles)
+                except Exception as error:  # the following cases are still measured
+                    row = {"refusal": f"{type(error).__name__}: {error}"}
+                run.add((case.name,), row)
+
+
+def report(run: Run) -> Report:
+    """Return the times of each case, and the device's time with each tile."""
+    rows = [{"case": str(name), **record} for (name,), record in run.records.items()]
+    columns = ("case", "kernel ms", "torch ms", "times as fast", "floor ms", "tiles: ms, of floor")
+    return Report({"cases": rows}, [Table(f"kernels on {run.about['device']}", columns, list(map(_cells, rows)))])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "refusal" in row:
+        return [row["case"], "", "", "", "", row["refusal"]]
+    tiles = [
+        f"{tile['tile']}: " + (tile["refusal"] or f"{tile['ms']:.3f}, {row['floor_ms'] / tile['ms']:.2f}")
+        for tile in row["tiles"]
+    ]
+    times = (f"{row[name]:.3f}" for name in ("kernel_ms", "torch_ms"))
+    return [
+        row["case"],
+        *times,
+        f"{row['torch_ms'] / row['kernel_ms']:.1f}",
+        f"{row['floor_ms']:.3f}",
+        "; ".join(tiles),
+    ]
 
 
 def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
@@ -206,25 +236,9 @@ def other_tiles(tile: Tile) -> list[Tile]:
     return [other for other in others if other != tile]
 
 
-def describe(row: dict[str, Any]) -> str:
-    """Return a case's figures in words, and the device's times with each tile in lines of their own."""
-    if "refusal" in row:
-        return f"{row['case']}: {row['refusal']}"
-    kernel, floor, plain = (row[name] for name in ("kernel_ms", "floor_ms", "torch_ms"))
-    times_as_fast = plain / kernel
-    first = (
-        f"{row['case']}: {kernel:.3f} ms, torch {plain:.3f} ms, {times_as_fast:.1f} times as fast; floor {floor:.3f} ms"
-    )
-    lines = []
-    for tile in row["tiles"]:
-        figures = tile["refusal"] or f"{tile['ms']:.3f} ms, {floor / tile['ms']:.2f}"
-        lines.append(f"  {tile['tile']}: {figures}")
-    return "\n".join([first, *lines])
-
-
 def _measure(case: KernelCase, ceilings: Ceilings, *, tiles: bool) -> dict[str, Any]:
     floor = 1e3 * max(case.operations / ceilings.flops, case.nbytes / ceilings.memory)
-    row: dict[str, Any] = {"case": case.name, "floor_ms": floor, "kernel_ms": _milliseconds(case.kernel)}
+    row: dict[str, Any] = {"floor_ms": floor, "kernel_ms": _milliseconds(case.kernel)}
     with without_kernels():
         row["torch_ms"] = _milliseconds(case.plain)
     tried = [] if case.tile is None else [case.tile, *(other_tiles(case.tile) if tiles else ())]

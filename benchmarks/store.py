@@ -1,9 +1,8 @@
 """Time a store on disk beside plain writing and reading of the same bytes.
 
 All sides run in one process and take turns; figures are medians. The bare side writes the same bytes with one `write`
-a file and forces each file to disk. It reads each file with one `readinto` into newly allocated memory, which is the
-least that any loader must do: once into memory that is new to the process, once into memory from the allocator, which
-may have been used for the previous file. The store's side is `put`, and `get` with every block read and checked.
+a file and forces each file to disk. It reads each file with one `readinto` into memory that is new to the process,
+which is the least that any loader must do. The store's side is `put`, and `get` with every block read and checked.
 """
 
 from __future__ import annotations
@@ -12,15 +11,19 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated
 
 import torch
+from typer import Option
 
+from benchmarks.options import Repeats, counts
+from benchmarks.runner import Key, Record, Report, Run, Table, about_process
+from qcfuse_rag.cli.console import size
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import Miss
@@ -29,7 +32,6 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 
-THREADS = (1, 2, 4, 8)
 WRITE, WRITTEN, COLD, CACHED = "write and fsync", "read what was just written", "read from disk", "read again"
 Operation = Callable[[ChunkKey], None]
 
@@ -63,29 +65,53 @@ ENTRY_SHAPES = (EntryShape(30, 3, 64, 384, torch.float32), EntryShape(32, 8, 128
 """A passage of SmolLM2-135M on a CPU, and a longer passage of an 8B model."""
 
 
-def measure_store(
-    folder: Path | None = None,
-    *,
-    megabytes: int = 512,
-    repeats: int = 5,
-    threads: Sequence[int] = THREADS,
-    shapes: Sequence[EntryShape] = ENTRY_SHAPES,
-) -> dict[str, Any]:
-    """Time writing and reading of entries beside the same without a store; all files are removed.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the measurement."""
 
-    Each shape has `megabytes` of entries, in millions of bytes; the bare side writes as many again. Rates are millions
-    of bytes a second. Bare reading goes into memory that is new to the process. `recycled` reading goes into memory
-    from the allocator, and is None for writing. `of_bare` and `of_recycled` are the store's rate over these rates,
-    medians of the pairs.
-    """
-    rates = []
-    with tempfile.TemporaryDirectory(prefix="qcfuse-bench-", dir=folder) as path:
+    folder: Annotated[
+        Path | None, Option(help="Folder on the disk to measure; by default that of temporary files.")
+    ] = None
+    mb: Annotated[int, Option(min=1, help="Megabytes of entries for each size of entry.")] = 512
+    threads: Annotated[str, Option(help="Numbers of threads, with commas.")] = "1,2,4,8"
+    repeats: Repeats = 5
+
+
+def measure(options: Options, run: Run, shapes: Sequence[EntryShape] = ENTRY_SHAPES) -> None:
+    """Time writing and reading of entries beside the same without a store; all files are removed."""
+    with tempfile.TemporaryDirectory(prefix="qcfuse-bench-", dir=options.folder) as path:
+        folder = str(options.folder or Path(path).parent)
+        run.begin(about_process(), {"folder": folder, "mb": options.mb})
         for number, shape in enumerate(shapes):
-            with DiskStore(Path(path) / str(number) / "kv", 4_000_000 * megabytes) as store:
-                benchmark = _StoreBenchmark(store, Path(path) / str(number) / "bare", shape, megabytes)
-                for count in threads:
-                    rates += benchmark.measure(count, repeats)
-    return {"folder": str(folder or Path(path).parent), "repeats": repeats, "rates": rates}
+            with DiskStore(Path(path) / str(number) / "kv", 4_000_000 * options.mb) as store:
+                benchmark = _StoreBenchmark(store, Path(path) / str(number) / "bare", shape, options.mb)
+                for count in counts(options.threads):
+                    benchmark.measure(count, options.repeats, run)
+
+
+def report(run: Run) -> Report:
+    """Return rates in millions of bytes a second; `of_bare` is the median of the pairs."""
+    rounds: dict[Key, list[Record]] = {}
+    for (*side, _), record in run.records.items():
+        rounds.setdefault(tuple(side), []).append(record)
+    rates = []
+    for (entry, threads, operation), records in rounds.items():
+        times = {side: median(record[side] for record in records) for side in ("store", "bare")}
+        rate = {
+            **{"entry": entry, "entry_bytes": records[0]["entry_bytes"], "operation": operation, "threads": threads},
+            **{f"{side}_mb_s": records[0]["bytes"] / 1e6 / middle for side, middle in times.items()},
+            "of_bare": median(record["bare"] / record["store"] for record in records),
+        }
+        rates.append(rate)
+    columns = ("entry", "operation", "threads", "store MB/s", "bare MB/s", "of bare")
+    cells = [
+        [
+            *(size(rate["entry_bytes"]), str(rate["operation"]), str(rate["threads"])),
+            *(f"{rate['store_mb_s']:,.0f}", f"{rate['bare_mb_s']:,.0f}", f"{rate['of_bare']:.2f}"),
+        ]
+        for rate in rates
+    ]
+    return Report({"rates": rates}, [Table(f"a store in {run.conditions['folder']}", columns, cells)])
 
 
 class _StoreBenchmark:
@@ -100,46 +126,40 @@ class _StoreBenchmark:
         self._keys = [ChunkKey(fingerprint, "blind", "", hash_ids([number])) for number in range(count)]
         bare.mkdir()
 
-    def measure(self, threads: int, repeats: int) -> list[dict[str, Any]]:
-        """Write everything and read it, from the page cache and from disk, all sides in turns."""
-        reading = (self._get, self._read_new, self._read_recycled)
-        times: dict[str, list[list[float]]] = {operation: [] for operation in (WRITE, WRITTEN, COLD, CACHED)}
+    def measure(self, threads: int, repeats: int, run: Run) -> None:
+        """Write everything and read it, from the page cache and from disk, all sides in turns; a round is a record."""
+        writing: dict[str, Operation] = {"store": self._put, "bare": self._write}
+        reading: dict[str, Operation] = {"store": self._get, "bare": self._read_new}
+        size = {"entry_bytes": self._bytes, "bytes": self._bytes * len(self._keys)}
         with ThreadPoolExecutor(threads) as pool:
             for turn in range(repeats):
+                if (self._shape, threads, WRITTEN, turn) in run.records:
+                    continue
                 self._remove_all()
-                times[WRITE].append(self._time(pool, turn, (self._put, self._write)))
-                times[WRITTEN].append(self._time(pool, turn, reading))
+                times = {WRITE: self._time(pool, turn, writing), WRITTEN: self._time(pool, turn, reading)}
                 if self._drop_pages():
-                    times[COLD].append(self._time(pool, turn, reading, self._drop_pages))
+                    times[COLD] = self._time(pool, turn, reading, self._drop_pages)
                     self._time(pool, turn, reading)
-                    times[CACHED].append(self._time(pool, turn, reading))
-        return [self._rate(operation, threads, rounds) for operation, rounds in times.items() if rounds]
+                    times[CACHED] = self._time(pool, turn, reading)
+                for operation, seconds in times.items():
+                    run.add((self._shape, threads, operation, turn), {**size, **seconds})
 
     def _time(
-        self, pool: ThreadPoolExecutor, turn: int, operations: Sequence[Operation], before: Callable[[], object] = bool
-    ) -> list[float]:
+        self,
+        pool: ThreadPoolExecutor,
+        turn: int,
+        operations: Mapping[str, Operation],
+        before: Callable[[], object] = bool,
+    ) -> dict[str, float]:
         """Return the seconds that each operation takes for all entries; each turn begins with another operation."""
-        seconds = [0.0] * len(operations)
-        for step in range(len(operations)):
-            index = (turn + step) % len(operations)
+        seconds, names = {}, list(operations)
+        for step in range(len(names)):
+            name = names[(turn + step) % len(names)]
             before()
             started = time.perf_counter()
-            list(pool.map(operations[index], self._keys))
-            seconds[index] = time.perf_counter() - started
+            list(pool.map(operations[name], self._keys))
+            seconds[name] = time.perf_counter() - started
         return seconds
-
-    def _rate(self, operation: str, threads: int, rounds: list[list[float]]) -> dict[str, Any]:
-        total_mb = self._bytes * len(self._keys) / 1e6
-        rates = [total_mb / median(seconds) for seconds in zip(*rounds, strict=True)]
-        ratios = [median(seconds[side] / seconds[0] for seconds in rounds) for side in range(len(rates))]
-        reading = operation != WRITE
-        return {
-            **{"entry": self._shape, "entry_bytes": self._bytes, "entries": len(self._keys)},
-            **{"operation": operation, "threads": threads},
-            **{"store_mb_s": rates[0], "bare_mb_s": rates[1], "of_bare": ratios[1]},
-            "recycled_mb_s": rates[2] if reading else None,
-            "of_recycled": ratios[2] if reading else None,
-        }
 
     def _put(self, key: ChunkKey) -> None:
         self._store.put(key, self._chunk)
@@ -159,9 +179,6 @@ class _StoreBenchmark:
 
     def _read_new(self, key: ChunkKey) -> None:
         self._read(key, memoryview(mmap.mmap(-1, self._bytes)))
-
-    def _read_recycled(self, key: ChunkKey) -> None:
-        self._read(key, torch.empty(self._bytes, dtype=torch.uint8).numpy().data)
 
     def _read(self, key: ChunkKey, memory: memoryview) -> None:
         with open(self._bare / key.address, "rb", buffering=0) as file:

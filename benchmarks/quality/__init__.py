@@ -1,1 +1,0 @@
-"""Answer quality: records, tables and plots from a model, methods and questions."""

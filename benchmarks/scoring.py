@@ -1,0 +1,160 @@
+"""Scores of answers, and their means with intervals.
+
+Scores of one answer are from 0 to 1: token F1, exact match, ROUGE-L, string match. The performance gap recovered (PGR)
+and its intervals are KVShareArena's (github.com/xishi404/KVShareArena, `docs/benchmark.md`), its resamples included.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.verification.cases import string_match
+
+RESAMPLES = 10_000
+ARENA_SEED = 20260730
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalized(text: str) -> str:
+    """Return a text as SQuAD and LongBench compare it: lower case, no punctuation, no articles, single spaces."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split())
+
+
+def comparable(text: str) -> str:
+    """Return a text normalised, or stripped in lower case if nothing is left of it: `:` must not equal `/`."""
+    return normalized(text) or text.strip().lower()
+
+
+def token_f1(answer: str, gold: Sequence[str]) -> float:
+    """Return the F1 of the bags of normalised words, the best over the gold answers."""
+    return max(_word_f1(comparable(answer).split(), comparable(expected).split()) for expected in gold)
+
+
+def exact_match(answer: str, gold: Sequence[str]) -> float:
+    """Return 1 if the normalised answer is a normalised gold answer, else 0."""
+    return float(any(comparable(answer) == comparable(expected) for expected in gold))
+
+
+def rouge_l(answer: str, gold: Sequence[str]) -> float:
+    """Return the F-measure of ROUGE-L with stemming, by `rouge-score`, the best over the gold answers."""
+    return max(float(rouge_scorer().score(expected, answer)["rougeL"].fmeasure) for expected in gold)
+
+
+def scores(answer: str, gold: Sequence[str], *, needs_all: bool = False) -> dict[str, float]:
+    """Return all scores by their names in a record.
+
+    With `needs_all` the gold answers are parts of one answer; words are compared with all of them, see `string_match`.
+    """
+    answers = [", ".join(gold)] if needs_all else gold
+    return {
+        "f1": token_f1(answer, answers),
+        "em": exact_match(answer, answers),
+        "rouge_l": rouge_l(answer, answers),
+        "match": string_match(answer, gold, needs_all=needs_all),
+    }
+
+
+@cache
+def rouge_scorer() -> Any:
+    """Return the scorer of `rouge-score`."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise QCFuseError('the quality bench needs rouge-score; run `pip install "qcfuse-rag[bench]"`') from error
+    return RougeScorer(["rougeL"], use_stemmer=True)
+
+
+def _word_f1(answer: list[str], gold: list[str]) -> float:
+    shared = sum((Counter(answer) & Counter(gold)).values())
+    return 2 * shared / (len(answer) + len(gold)) if shared else 0.0
+
+
+def mean_interval(values: Sequence[float], seed: int = 0) -> dict[str, float]:
+    """Return `mean` and the 2.5 % and 97.5 % quantiles, `low` and `high`, of the means of 10,000 resamples.
+
+    The resamples depend on the seed and the number of values alone.
+    """
+    sample = np.asarray(values, dtype=np.float64)
+    low, high = np.quantile(_weights(len(sample), seed) @ sample, [0.025, 0.975])
+    return {"mean": float(sample.mean()), "low": float(low), "high": float(high)}
+
+
+def format_interval(interval: Mapping[str, float]) -> str:
+    """Write a difference of means with its interval."""
+    return f"{interval['mean']:+.3f} [{interval['low']:+.3f}, {interval['high']:+.3f}]"
+
+
+@lru_cache(maxsize=8)
+def _weights(count: int, seed: int) -> NDArray[np.float64]:
+    """Return `[10000, count]`: the share of each question in each resample."""
+    drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    return drawn / count
+
+
+LOW, HIGH = 249, 9749
+"""Ranks, from 0, of the ends of a 95 % interval among the sorted values of all resamples."""
+
+LEAST_GAP = 1e-3
+"""PGR is undefined if full prefill's mean score exceeds the mean score without passages by at most this."""
+
+
+def gap_recovered(
+    method: Sequence[float], without_passages: Sequence[float], full: Sequence[float]
+) -> dict[str, float | None]:
+    """Return the PGR of mean scores and its 95 % interval over questions.
+
+    Args:
+        method: the method's score for each question.
+        without_passages: the scores without passages, in the same order.
+        full: the scores of full prefill, in the same order.
+
+    Returns:
+        `pgr`, None where undefined; `pgr_low` and `pgr_high`, both None if PGR is undefined in more than 2.5 % of the
+        resamples, which says that these questions cannot tell; and `pgr_undefined`, the share of those resamples.
+    """
+    gap = fmean(full) - fmean(without_passages)
+    means = [_resampled_means(scores) for scores in (method, without_passages, full)]
+    gaps = means[2] - means[1]
+    defined = gaps > LEAST_GAP
+    values = np.sort((means[0] - means[1])[defined] / gaps[defined])
+    undefined = 1 - float(defined.mean())
+    tells = gap > LEAST_GAP and undefined <= LOW / RESAMPLES
+    return {
+        "pgr": (fmean(method) - fmean(without_passages)) / gap if gap > LEAST_GAP else None,
+        "pgr_low": float(values[LOW * len(values) // RESAMPLES]) if tells else None,
+        "pgr_high": float(values[HIGH * len(values) // RESAMPLES]) if tells else None,
+        "pgr_undefined": undefined,
+    }
+
+
+def paired_difference(scores: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """Return the mean difference of scores of the same questions, `mean`, and its 95 % interval, `low` and `high`."""
+    differences = [score - other for score, other in zip(scores, others, strict=True)]
+    means = np.sort(_resampled_means(differences))
+    return {"mean": fmean(differences), "low": float(means[LOW]), "high": float(means[HIGH])}
+
+
+def _resampled_means(values: Sequence[float]) -> NDArray[np.float64]:
+    """Return `[10000]`: the mean of each resample."""
+    means: NDArray[np.float64] = np.asarray(values, np.float64)[_resamples(len(values))].mean(1)
+    return means
+
+
+@lru_cache(maxsize=4)
+def _resamples(count: int) -> NDArray[np.int32]:
+    """Return `[10000, count]`: the questions of each resample."""
+    generator = random.Random(ARENA_SEED)
+    drawn = (generator.randrange(count) for _ in range(RESAMPLES * count))
+    return np.fromiter(drawn, np.int32).reshape(RESAMPLES, count)

@@ -1,1 +1,0 @@
-"""Time to first token, decode rate and memory, beside transformers and the limits of the machine."""

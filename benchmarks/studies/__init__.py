@@ -1,1 +1,0 @@
-"""Measure single questions about the engine: `python -m benchmarks.studies NAME [options] [--json FILE]`."""
