@@ -50,7 +50,7 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks speed --context 1024,2048,4096
-	$(BIN)/python -m benchmarks demo-quality
+	QCFUSE_CPU_DTYPE=float32 $(BIN)/python -m benchmarks quality --dataset demo
 	$(BIN)/python -m benchmarks store
 	$(BIN)/python -m benchmarks warm
 

@@ -17,6 +17,7 @@ from qcfuse_rag import bundled as assets
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += [*sorted((ROOT / "integrations").glob("*/README.md")), ROOT / "notebooks" / "README.md"]
+PAGES += sorted((ROOT / "benchmarks").rglob("*.md"))
 
 
 def test_the_readme_shows_the_example_as_it_is() -> None:

@@ -1,4 +1,4 @@
-"""Our own: primed caches, a probe by the prompt's suffix in the upper layers, and a guard; see docs/notes/auto.md."""
+"""Our own: primed caches, a probe by the prompt's suffix in the upper layers, and a guard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def auto(
 ) -> Method:
     """Recompute few tokens over primed caches, unless computing the whole prompt is faster.
 
-    Each part can be switched off; docs/notes/auto.md measures each part.
+    Each part can be switched off; benchmarks/results/quality.md has what each is worth.
 
     Args:
         ratio: share of the passage tokens to recompute; None is the ratio that the verdict of `qcfuse verify` beside
