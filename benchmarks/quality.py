@@ -230,7 +230,7 @@ def _ask(
                     for side in (chosen[0], *others):
                         question.prefill(engine, side)
                     warm = True
-                turn = done % max(1, len(others))
+                turn = (done - 1) % max(1, len(others))
                 full: FullAnswer | None = None
                 for side in (chosen[0], *others[turn:], *others[:turn]):
                     record, full = answer(engine, question, side, full)

@@ -294,7 +294,8 @@ def test_results_are_pooled_and_compared_by_answers(bench: Bench) -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """Return the file of passages in a folder laid out like KVShareArena's repository."""
-    data, assets = tmp_path / "data" / "queryset", tmp_path / "kvsharearena" / "assets"
+    root = tmp_path / "checkout"
+    data, assets = root / "data" / "queryset", root / "kvsharearena" / "assets"
     (data / "agent_reports").mkdir(parents=True)
     assets.mkdir(parents=True)
     rows = [

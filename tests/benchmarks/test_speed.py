@@ -240,12 +240,12 @@ def test_what_cannot_be_measured_is_said(tiny: LanguageModel) -> None:
 @pytest.mark.slow
 def test_the_commands_write_json_and_a_page(run: Run, model_folder: str, tmp_path: Path) -> None:
     out, where = tmp_path / "speed.json", ("--model", model_folder, "--device", "cpu")
-    sizes = ("--context", "100,200", "--chunk", 50, "--ratios", ".1", "--requests", "1", "--repeats", 1)
+    sizes = ("--context", "100,200", "--chunk", 50, "--methods", "reuse", "--requests", "1", "--repeats", 1)
     run.text("speed", *where, *sizes, "--tiers", "memory,disk", "--numbers", "int8,model", "--json", out)
     result, page = json.loads(out.read_text()), out.with_suffix(".md").read_text()
     assert result["about"]["kernels"] == "there are none for cpu"
     assert page.count("\n| ") == 2 * 5 + 2 + 2, "a line for each side and context, and the headings"
-    read = {(row["tier"], row["numbers"]): row["bytes_loaded"] for row in result["prefill"] if row["method"] == "auto"}
+    read = {(row["tier"], row["numbers"]): row["bytes_loaded"] for row in result["prefill"] if row["method"] == "reuse"}
     assert all(0.25 < read[tier, "int8"] / read[tier, "model"] < 0.4 for tier in ("memory", "disk"))
     code, _, err = run("speed", "--shape", "qwen3-8b", "--model", model_folder)
     assert (code, "not both" in err) == (1, True)
