@@ -72,7 +72,7 @@ class Preparation:
         """Prefill the passages that the store lacks, or capture each behind its neighbours."""
         if self.keep is not None:
             return self._capture(engine, passages, self.keep)
-        neighbours = embedded_neighbours(passages) if self.base.enriched else None
+        neighbours = embedded_neighbours(passages) if self.base.derived else None
         started = time.perf_counter()
         summary = engine.warm(passages, bases=(self.base,), neighbours=neighbours)
         return OfflineCost(self.name, summary.warmed, time.perf_counter() - started, summary.size_bytes)

@@ -11,7 +11,6 @@ from statistics import mean
 from typing import Annotated, Any
 
 import torch
-from qcfuse_rag.runtime.layer_profile import FORMAT, choose_layers
 from torch import Tensor
 from typer import Option
 
@@ -23,11 +22,12 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import ProfileError
 from qcfuse_rag.fusion.state import FusedPrompt
+from qcfuse_rag.methods.qcfuse.layers import FORMAT, layers_by_depth
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role
 from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.forward import forward_hidden
-from qcfuse_rag.runtime.language_model import LanguageModel, default_critical_layers
+from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
@@ -123,6 +123,20 @@ def profile_layers(engine: FusionEngine, samples: Sequence[Sample], options: Opt
     layer_profile(run)
 
 
+def choose_layers(recall: Sequence[float], count: int, depth_penalty: float = 0.0) -> tuple[int, ...]:
+    """Return the layers of highest recall less a penalty for depth; of equal layers, the earlier.
+
+    The penalty is multiplied by the layer's index over the number of layers: shallow layers are cheaper to probe.
+    """
+    if not 1 <= count <= len(recall):
+        raise ValueError(f"the model has {len(recall)} layers; choose 1 to {len(recall)} of them, not {count}")
+    if depth_penalty < 0:
+        raise ValueError(f"the depth penalty must not be negative, got {depth_penalty}")
+    penalized = [value - depth_penalty * layer / len(recall) for layer, value in enumerate(recall)]
+    best = sorted(range(len(recall)), key=lambda layer: -penalized[layer])
+    return tuple(sorted(best[:count]))
+
+
 def layer_profile(run: Run) -> dict[str, Any]:
     """Return the profile that the records so far make, as `profile.json` holds it."""
     recalls = [record["recall"] for record in run.records.values() if "recall" in record]
@@ -151,7 +165,7 @@ def report(run: Run) -> Report:
         return Report({}, [])
     profile = layer_profile(run)
     recall, chosen = profile["recall"], profile["layers"]
-    by_depth, highest = default_critical_layers(len(recall)), max(recall) or 1.0
+    by_depth, highest = layers_by_depth(len(recall)), max(recall) or 1.0
     rows = [
         [
             str(layer),

@@ -36,6 +36,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.guard import IN_FULL
 from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.methods.qcfuse.layers import critical_layers
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.runner import ModelRunner
@@ -134,7 +135,7 @@ def measure(options: Options, run: Run) -> None:
                 run.notes.append(f"{unlabelled} questions do not say which passages hold the answer; they keep all")
         conditions = {
             **machine_conditions(engine.lm),
-            "critical_layers": engine.lm.critical_layers,
+            "critical_layers": critical_layers(engine.lm, engine.store.folder),
             "datasets": sources,
             **{name: getattr(options, name) for name in ("distractors", "top_k", "seed", "max_new_tokens")},
             "group": options.group if options.store is None else None,

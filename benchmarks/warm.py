@@ -8,7 +8,6 @@ from statistics import median
 from typing import Annotated
 
 import torch
-from qcfuse_rag.ingestion.batch_plan import batches_by_length
 from typer import Option
 
 from benchmarks.floors import seconds
@@ -16,6 +15,7 @@ from benchmarks.options import ModelOptions, Repeats
 from benchmarks.runner import Record, Report, Run, Table, about_model, machine_conditions
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.ingestion.batches import batches_by_length
 from qcfuse_rag.ingestion.warm_job import BATCH_TOKENS
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.disk import DiskStore

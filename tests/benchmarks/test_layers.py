@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from qcfuse_rag.runtime.layer_profile import choose_layers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from benchmarks import profile
-from benchmarks.profile import answer_positions, attention_by_layer, recall_by_layer
+from benchmarks.profile import answer_positions, attention_by_layer, choose_layers, recall_by_layer
 from benchmarks.questions import demo_samples
 from benchmarks.runner import Run as Records
 from benchmarks.samples import Sample, find_answers
@@ -169,6 +168,41 @@ def test_the_demonstrations_questions_have_their_answers_in_the_documents_needed
         assert len(sample.passages) == len(sample.supporting) + 2 == len(set(sample.passages))
         assert any(find_answers(sample.passages[i], sample.answers) for i in sample.supporting)
     assert {sample.supporting[0] for sample in samples} == {0, 1, 2}, "the evidence is not always in the same place"
+
+
+def test_the_best_layers_are_chosen_less_a_penalty_for_depth() -> None:
+    recall = (0.1, 0.5, 0.4, 0.5, 0.6)
+    assert choose_layers(recall, 1) == (4,)
+    assert choose_layers(recall, 2) == (1, 4), "of equals, the earlier"
+    assert choose_layers(recall, 3) == (1, 3, 4)
+    assert choose_layers(recall, 1, depth_penalty=0.2) == (1,), "0.6 - 0.2 x 4/5 < 0.5 - 0.2 x 1/5"
+    with pytest.raises(ValueError, match="the model has 5 layers; choose 1 to 5 of them, not 6"):
+        choose_layers(recall, 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "expected"),
+    [
+        ("In 15 of 1590 cases, 15.", ["15"], ["15", "15"]),
+        ("The Long\n Glass and the long glass", ["Long Glass"], ["Long\n Glass", "long glass"]),
+        ("a 4.1 metre surge (4.1)", ["4.1", "4.1 metre"], ["4.1", "4.1 metre", "4.1"]),
+        ("He owns 40,000 crowns", ["40,000"], ["40,000"]),
+        ("no, nobody says yes", ["no", "Yes", "", " "], []),
+        ("在东京举行", ["东京"], ["东京"]),
+        ("Ελλάδα, Ελλάδας", ["ελλάδα"], ["Ελλάδα"]),
+        ("na na na", ["na na"], ["na na", "na na"]),
+    ],
+)
+def test_answers_are_found_as_whole_words(text: str, answers: list[str], expected: list[str]) -> None:
+    assert [text[start:stop] for start, stop in find_answers(text, answers)] == expected
+
+
+def test_distractors_are_the_passages_that_are_not_needed() -> None:
+    known = Sample("Q", ("a", "b", "c", "d"), ("A",), supporting=(2,))
+    assert known.with_distractors(1) == Sample("Q", ("a", "c"), ("A",), supporting=(1,))
+    assert known.with_distractors(9) == known
+    found = Sample("Q", ("a", "b", "A!", "d"), ("A!",))
+    assert found.with_distractors(0) == Sample("Q", ("A!",), ("A!",))
 
 
 def test_a_profile_is_measured_written_and_used(

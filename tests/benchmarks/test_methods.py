@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from qcfuse_rag.ingestion.neighbours import covering_groups
 
 from benchmarks.configurations import configurations, split_names
 from benchmarks.preparation import CAPTURED_TOGETHER, prepare
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import UnknownMethod
+from qcfuse_rag.methods.captures.job import covering_groups
 from tests.support import seams
 from tests.support.passages import PASSAGES
 
