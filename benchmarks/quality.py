@@ -34,7 +34,7 @@ from benchmarks.scoring import format_interval, gap_recovered, mean_interval, ro
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.fusion.guard import IN_FULL
+from qcfuse_rag.fusion.method import IN_FULL
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.methods.qcfuse.layers import critical_layers
 from qcfuse_rag.models.fingerprint import digest

@@ -29,7 +29,7 @@ from benchmarks.tiers import TIERS, StoreTier, fill, open_tiers
 from qcfuse_rag.cli.capacity import measure_ceilings
 from qcfuse_rag.engine.first_passes import measure_recorded_pass
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
-from qcfuse_rag.fusion.guard import IN_FULL
+from qcfuse_rag.fusion.method import IN_FULL
 from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
