@@ -11,34 +11,43 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from anyio import to_thread
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
-from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.server.backend import Backend
-from qcfuse_rag.server.connections import CLIENT_CLOSED, long_json_response, wait_while_connected
-from qcfuse_rag.server.protocol.answer_formats import AnswerFormat, ChatFormat, CompletionFormat
+from qcfuse_rag.server.bodies import (
+    CLIENT_CLOSED,
+    JsonBodies,
+    error_body,
+    error_response,
+    long_json_response,
+    wait_while_connected,
+)
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
-from qcfuse_rag.server.protocol.completion_request import CompletionRequest
-from qcfuse_rag.server.protocol.error_responses import error_body, error_response
-from qcfuse_rag.server.protocol.events import Event
-from qcfuse_rag.server.protocol.generation_request import GenerationRequest
-from qcfuse_rag.server.protocol.json_body import JsonBodies
+from qcfuse_rag.server.protocol.events import (
+    AnswerFormat,
+    ChatFormat,
+    CompletionFormat,
+    Event,
+    Failure,
+    LastPiece,
+    Piece,
+)
+from qcfuse_rag.server.protocol.generation_request import CompletionRequest, GenerationRequest
 
 LOG = logging.getLogger(__name__)
 
 
-def add_answer_routes(app: FastAPI, backend: Backend, *, bodies: JsonBodies, max_documents: int) -> None:
-    """Add the two routes to an application.
+def answer_routes(backend: Backend, bodies: JsonBodies, max_documents: int) -> list[Route]:
+    """Return the two routes.
 
     Args:
-        app: the application.
         backend: answers.
         bodies: reads and checks bodies.
         max_documents: of one request.
     """
 
-    @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         chat_request = await bodies.read(request, ChatRequest)
         count = len(chat_request.given_documents or ())
@@ -46,25 +55,20 @@ def add_answer_routes(app: FastAPI, backend: Backend, *, bodies: JsonBodies, max
             return error_response(400, f"{count} documents, and at most {max_documents} are allowed")
         return await respond(request, chat_request, ChatFormat())
 
-    @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        completion_request = await bodies.read(request, CompletionRequest)
-        return await respond(request, completion_request, CompletionFormat())
+        return await respond(request, await bodies.read(request, CompletionRequest), CompletionFormat())
 
     async def respond(request: Request, generation_request: GenerationRequest, answer_format: AnswerFormat) -> Response:
         if generation_request.model and generation_request.model != backend.name:
             return error_response(404, f"no model {generation_request.model!r} here; there is {backend.name!r}")
-        try:
-            await to_thread.run_sync(generation_request.refuse_unsupported, limiter=bodies.threads)
-        except QCFuseError as error:
-            return error_response(400, str(error))
+        await to_thread.run_sync(generation_request.refuse_unsupported, limiter=bodies.threads)
         events = backend.answer(generation_request)
         first = await wait_for_event(events, request)
         if first is None:
             return Response(status_code=CLIENT_CLOSED)
-        if first.error is not None:
+        if isinstance(first, Failure):
             await events.aclose()
-            return error_response(first.status, first.error)
+            return error_response(first.status, first.message)
         header = {
             "id": f"{answer_format.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -75,6 +79,11 @@ def add_answer_routes(app: FastAPI, backend: Backend, *, bodies: JsonBodies, max
             stream = event_stream(first, events, answer_format, header, usage=usage)
             return StreamingResponse(stream, media_type="text/event-stream")
         return await json_response(first, events, answer_format, header, request)
+
+    return [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", complete, methods=["POST"]),
+    ]
 
 
 async def wait_for_event(events: AsyncGenerator[Event, None], request: Request) -> Event | None:
@@ -93,7 +102,7 @@ async def wait_for_event(events: AsyncGenerator[Event, None], request: Request) 
 
 
 async def json_response(
-    first: Event,
+    first: Piece,
     events: AsyncGenerator[Event, None],
     answer_format: AnswerFormat,
     header: dict[str, Any],
@@ -107,18 +116,17 @@ async def json_response(
                 event = await wait_for_event(events, request)
             except StopAsyncIteration:
                 break
-            if event is None:
+            if isinstance(event, Failure):
+                return error_response(event.status, event.message)
+            if event is None or await request.is_disconnected():
                 return Response(status_code=CLIENT_CLOSED)
-            if event.error is not None:
-                return error_response(event.status, event.error)
             if event.index == len(answers):
                 answers.append([])
             answers[event.index].append(event)
             last = event
-            if await request.is_disconnected():
-                return Response(status_code=CLIENT_CLOSED)
     finally:
         await events.aclose()
+    assert isinstance(last, LastPiece)
     choices = [answer_format.whole(answer) for answer in answers]
     body = {"object": answer_format.kind, **header, "choices": choices, "usage": last.usage, "fusion": last.report}
     extra = {"documents": first.documents, "explanation": last.explanation}
@@ -127,7 +135,7 @@ async def json_response(
 
 
 async def event_stream(
-    first: Event,
+    first: Piece,
     events: AsyncGenerator[Event, None],
     answer_format: AnswerFormat,
     header: dict[str, Any],
@@ -140,7 +148,7 @@ async def event_stream(
         first: the first event.
         events: the next ones.
         answer_format: what pieces look like.
-        header: fields of every piece.
+        header: fields of every chunk.
         usage: end with the usage of the request and the report; the field is null before that.
     """
     no_usage = {"usage": None} if usage else {}
@@ -151,20 +159,22 @@ async def event_stream(
 
     try:
         retrieved: dict[str, Any] = {} if first.documents is None else {"documents": first.documents}
-        for choice in answer_format.pieces(first):
+        for choice in answer_format.parts(first):
             yield chunk([choice], **retrieved)
             retrieved = {}
-        event = first
+        last = first
         async for event in events:
-            if event.error is not None:
-                yield f"data: {json.dumps(error_body(event.status, event.error))}\n\n"
+            if isinstance(event, Failure):
+                yield f"data: {json.dumps(error_body(event.status, event.message))}\n\n"
                 return
-            for choice in answer_format.pieces(event):
+            for choice in answer_format.parts(event):
                 yield chunk([choice])
+            last = event
+        assert isinstance(last, LastPiece)
         if usage:
-            yield chunk([], usage=event.usage, fusion=event.report)
-        if event.explanation is not None:
-            yield chunk([], explanation=event.explanation)
+            yield chunk([], usage=last.usage, fusion=last.report)
+        if last.explanation is not None:
+            yield chunk([], explanation=last.explanation)
         yield "data: [DONE]\n\n"
     except Exception as error:
         LOG.exception("an answer failed midway")

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from qcfuse_rag.server.bodies import error_response
 from qcfuse_rag.server.playground import is_static
-from qcfuse_rag.server.protocol.error_responses import error_response
 
 PUBLIC_PATHS = ("/healthz",)
 """Paths without authentication; they reveal nothing about the model or the store."""

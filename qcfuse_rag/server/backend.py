@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import AnswerRequest, EngineHandle, cancel_request
@@ -21,16 +21,24 @@ from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decoding import Generation
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
+from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_prefill
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.server.idle_warming import CLIENTS, IdleWarming
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
-from qcfuse_rag.server.protocol.events import AnswerTokens, Event, PlainReader, last_event, redact_report, total_usage
+from qcfuse_rag.server.protocol.events import (
+    AnswerTokens,
+    Event,
+    Failure,
+    LastPiece,
+    Piece,
+    PlainReader,
+    last_piece,
+    redact_report,
+    total_usage,
+)
 from qcfuse_rag.server.protocol.generation_request import GenerationRequest
-
-if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.library.documents import ServedLibrary
 
 LOG = logging.getLogger(__name__)
 
@@ -53,20 +61,22 @@ class Backend(Protocol):
 
 
 @dataclass(slots=True)
-class RequestPassages:
-    """The passages of a request, and the sources they are from.
+class Preparation:
+    """What a request consists of once it is prepared: passages, their sources, and the answers' format.
 
     Attributes:
         texts: the passages; None to find them in the messages.
         sources: one for each text.
         retrieved: what the server retrieved, for the client; None if it did not.
         origins: the document of each retrieved text, for an explanation.
+        response_format: of the answers; None if they are text as it was decoded.
     """
 
     texts: list[str] | None = None
     sources: list[str] = field(default_factory=list)
     retrieved: list[dict[str, Any]] | None = None
     origins: dict[str, PassageOrigin] = field(default_factory=dict)
+    response_format: ResponseFormat | None = None
 
 
 class EngineBackend:
@@ -109,53 +119,52 @@ class EngineBackend:
         """Answer a request that `refuse_unsupported` accepted; further errors in it are events too."""
         count = request.prompt_count * request.answer_count
         if self._max_requests is not None and self._running + count > self._max_requests:
-            yield Event(status=429, error=f"{self._running} requests are answered or waiting already; ask again later")
+            yield Failure(429, f"{self._running} requests are answered or waiting already; ask again later")
             return
         self._running += count
         started: list[RequestHandle] = []
         try:
-            async with aclosing(self._events(request, started)) as events:
-                async for event in events:
-                    yield event
+            async with aclosing(self._pieces(request, started)) as pieces:
+                async for piece in pieces:
+                    yield piece
         except Busy as error:
-            yield Event(status=429, error=str(error))
+            yield Failure(429, str(error))
         except Closed as error:
-            yield Event(status=503, error=str(error))
+            yield Failure(503, str(error))
         except (QCFuseError, ValueError) as error:
-            yield Event(status=400, error=str(error))
+            yield Failure(400, str(error))
+        except RecursionError:
+            yield Failure(400, "something in the body is nested too deeply")
         except Exception as error:
             LOG.exception("a request failed")
-            yield Event(status=500, error=f"the server failed: {type(error).__name__}")
+            yield Failure(500, f"the server failed: {type(error).__name__}")
         finally:
             for answer in started:
                 answer.cancel()
             self._running -= count
 
-    async def _events(self, request: GenerationRequest, started: list[RequestHandle]) -> AsyncGenerator[Event, None]:
-        """Yield the events of all answers, one answer after another; put into `started` what has to be cancelled."""
-        passages, response_format = RequestPassages(), None
+    async def _pieces(self, request: GenerationRequest, started: list[RequestHandle]) -> AsyncGenerator[Piece, None]:
+        """Yield the pieces of all answers, one answer after another; put into `started` what has to be cancelled."""
+        sampling, passages = request.sampling(self._most_tokens, self._fidelity), Preparation()
+        method = None if request.method is None else make_method(request.method)
         for number in range(request.prompt_count):
-            response_format, first = await self._submit(request, passages, number)
-            started.append(first)
-        documents = passages.retrieved
-        generations: list[Generation] = []
-        lm = self._handle.engine.lm
+            prepare = partial(self._prepare, request, sampling, passages, number)
+            started.append(await self._queue(prepare, method))
+        documents, generations, lm = passages.retrieved, list[Generation](), self._handle.engine.lm
         async with aclosing(self._answers(request, started)) as answers:
             async for answer in answers:
-                tokens = AnswerTokens(answer, lm)
+                tokens, index = AnswerTokens(answer, lm), len(generations)
                 reader: ResponseReader | PlainReader = PlainReader()
-                if response_format is not None:
-                    reader = ResponseReader(lm.tokenizer, response_format, answer.prompt)
-                async for piece in answer:
-                    if any(read := reader.push(piece)):
-                        yield Event(
-                            read.text, read.reasoning, documents, index=len(generations), logprobs=tokens.take()
-                        )
+                if passages.response_format is not None:
+                    reader = ResponseReader(lm.tokenizer, passages.response_format, answer.prompt)
+                async for text in answer:
+                    if any(read := reader.push(text)):
+                        yield Piece(read.text, read.reasoning, index, tokens.take(), documents)
                         documents = None
                 assert answer.generation is not None
                 rest, response = reader.finish(answer.generation)
-                last = last_event(rest, request.allowed(response), answer.generation.finish_reason)
-                last = replace(last, documents=documents, index=len(generations), logprobs=tokens.take())
+                last = last_piece(rest, request.allowed(response), answer.generation.finish_reason)
+                last = replace(last, documents=documents, index=index, logprobs=tokens.take())
                 documents = None
                 generations.append(answer.generation)
                 if len(generations) == request.prompt_count * request.answer_count:
@@ -182,13 +191,13 @@ class EngineBackend:
 
     async def _with_totals(
         self,
-        last: Event,
+        last: LastPiece,
         request: GenerationRequest,
         first: RequestHandle,
         generations: list[Generation],
-        passages: RequestPassages,
-    ) -> Event:
-        """Return the last event of a request with the usage of all answers, and the report of the first one."""
+        passages: Preparation,
+    ) -> LastPiece:
+        """Return the last piece of a request with the usage of all answers, and the report of the first one."""
         report = redact_report(generations[0].report)
         if self._idle_warming is not None:
             unknown = _unknown_passages(request, first.prompt, report, passages)
@@ -200,44 +209,26 @@ class EngineBackend:
             explanation=await self._explain(first, report, passages) if request.explain else None,
         )
 
-    async def _submit(
-        self, request: GenerationRequest, passages: RequestPassages, number: int
-    ) -> tuple[ResponseFormat | None, RequestHandle]:
-        """Prepare and queue a prompt of a request.
+    def _prepare(
+        self,
+        request: GenerationRequest,
+        sampling: SamplingParams,
+        passages: Preparation,
+        number: int,
+        engine: FusionEngine,
+    ) -> tuple[Prompt, SamplingParams]:
+        """Return one of the prompts of a request, and how to sample its answers; fill in `passages`."""
+        response_format = request.to_response_format(shows_tools=engine.prompts.chat_template.shows_tools)
+        if isinstance(request, ChatRequest):
+            self._find_passages(request, passages)
+        prompt = request.make_prompt(engine, passages.texts, number)
+        if request.token_limit is None:
+            remaining = max(1, engine.lm.context_window.tokens - len(prompt))
+            sampling = replace(sampling, max_new_tokens=min(remaining, sampling.max_new_tokens))
+        passages.response_format = response_format
+        return prompt, sampling if response_format is None else response_format.sampling(sampling, engine.lm.tokenizer)
 
-        Args:
-            request: the request.
-            passages: filled in.
-            number: which of the prompts.
-
-        Returns:
-            The response format and the coming answer.
-        """
-        try:
-            sampling = request.sampling(self._most_tokens, self._fidelity)
-            response_format: ResponseFormat | None = None
-
-            def prepare(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
-                nonlocal response_format
-                response_format = request.to_response_format(shows_tools=engine.prompts.chat_template.shows_tools)
-                if isinstance(request, ChatRequest):
-                    self._find_passages(request, passages)
-                prompt = request.make_prompt(engine, passages.texts, number)
-                remaining = max(1, engine.lm.context_window.tokens - len(prompt))
-                limit = sampling.max_new_tokens
-                if request.token_limit is None:
-                    limit = min(remaining, limit)
-                params = replace(sampling, max_new_tokens=limit)
-                if response_format is not None:
-                    params = response_format.sampling(params, engine.lm.tokenizer)
-                return prompt, params
-
-            answer = await self._queue(prepare, None if request.method is None else make_method(request.method))
-            return response_format, answer
-        except RecursionError as error:
-            raise QCFuseError("something in the body is nested too deeply") from error
-
-    def _find_passages(self, request: ChatRequest, passages: RequestPassages) -> None:
+    def _find_passages(self, request: ChatRequest, passages: Preparation) -> None:
         """Fill in the passages of a request: its own, or those that the library has on its question.
 
         Raises:
@@ -265,7 +256,7 @@ class EngineBackend:
                 passage.text: PassageOrigin(name, passage.title) for name, passage in zip(names, found, strict=True)
             }
 
-    async def _explain(self, answer: RequestHandle, report: FusionReport, passages: RequestPassages) -> dict[str, Any]:
+    async def _explain(self, answer: RequestHandle, report: FusionReport, passages: Preparation) -> dict[str, Any]:
         """Explain the prefill of a finished answer, in a thread, because it decodes every token of the prompt."""
         prompts = self._handle.engine.prompts
         origins = {prompts.template.format_chunk(text): origin for text, origin in passages.origins.items()}
@@ -286,9 +277,7 @@ class EngineBackend:
         try:
             return await asyncio.wrap_future(preparing)
         except asyncio.CancelledError:
-            preparing.add_done_callback(
-                cancel_request
-            )  # a running preparation cannot stop before it queues the request
+            preparing.add_done_callback(cancel_request)  # it cannot stop before it has queued the request
             raise
 
     def close(self) -> None:
@@ -310,7 +299,7 @@ def _same_prompt(prompt: Prompt, params: SamplingParams, _: FusionEngine) -> tup
 
 
 def _unknown_passages(
-    request: GenerationRequest, prompt: Prompt, report: FusionReport, passages: RequestPassages
+    request: GenerationRequest, prompt: Prompt, report: FusionReport, passages: Preparation
 ) -> Iterable[tuple[str, str]]:
     """Yield text and source of the request's passages that the store may lack, also of those in its messages."""
     if report.fallback is not None:

@@ -6,20 +6,20 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from qcfuse_rag.errors import Busy, QCFuseError, StoreError
-from qcfuse_rag.server.protocol.error_responses import error_body, error_response
+from qcfuse_rag.library.documents import ServedLibrary
+from qcfuse_rag.server.bodies import JsonBodies, error_body, error_response
 from qcfuse_rag.server.protocol.generation_request import FailFastList
-
-if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.library.documents import ServedLibrary
 
 LOG = logging.getLogger(__name__)
 
@@ -38,36 +38,33 @@ class AddRequest(BaseModel):
     stream: bool | None = None
 
 
-ReadBody = Callable[[Request, type[AddRequest]], Awaitable[AddRequest]]
-"""Reads the body of a request as JSON of a type; raises an HTTP error if it is something else."""
-
-
-def add_document_routes(
-    app: FastAPI, library: ServedLibrary | None, *, read_body: ReadBody, max_documents: int
-) -> None:
-    """Add the routes to an application.
+def document_routes(library: ServedLibrary | None, bodies: JsonBodies, max_documents: int) -> list[Route]:
+    """Return the routes.
 
     Args:
-        app: the application.
         library: clients may list its documents, and change them if it is editable; None refuses every request.
-        read_body: reads and checks bodies.
+        bodies: reads and checks bodies.
         max_documents: of one request.
     """
     jobs = CapacityLimiter(1)
-    refusal = "clients may not change documents here; start the server with --editable over a library to let them"
 
-    @app.get("/v1/documents")
-    async def listed() -> Response:
+    def editable() -> ServedLibrary:
+        if library is None or not library.editable:
+            refusal = (
+                "clients may not change documents here; start the server with --editable over a library to let them"
+            )
+            raise HTTPException(403, refusal)
+        return library
+
+    async def listed(_: Request) -> Response:
         if library is None:
             return error_response(404, "there are no documents here; serve a library of `qcfuse warm run`, without Ray")
         documents = await to_thread.run_sync(library.documents)
         return JSONResponse({"object": "list", "data": documents, "editable": library.editable})
 
-    @app.post("/v1/documents")
     async def add(request: Request) -> Response:
-        if library is None or not library.editable:
-            return error_response(403, refusal)
-        body = await read_body(request, AddRequest)
+        changed = editable()
+        body = await bodies.read(request, AddRequest)
         if len(body.documents) > max_documents:
             return error_response(400, f"{len(body.documents)} documents, and at most {max_documents} are allowed")
         [(name, count)] = Counter(document.source for document in body.documents).most_common(1)
@@ -80,7 +77,7 @@ def add_document_routes(
         def note(done: int, total: int) -> None:
             loop.call_soon_threadsafe(steps.put_nowait, {"done": done, "total": total})
 
-        job = asyncio.ensure_future(to_thread.run_sync(library.add, documents, note, limiter=jobs))
+        job = asyncio.ensure_future(to_thread.run_sync(changed.add, documents, note, limiter=jobs))
         if body.stream:
             return StreamingResponse(progress_stream(job, steps), media_type="text/event-stream")
         try:
@@ -88,17 +85,21 @@ def add_document_routes(
         except QCFuseError as error:
             return error_response(status_of(error), str(error))
 
-    @app.delete("/v1/documents/{source:path}")
-    async def forget(source: str) -> Response:
-        if library is None or not library.editable:
-            return error_response(403, refusal)
+    async def forget(request: Request) -> Response:
+        source = request.path_params["source"]
         try:
-            removed = await to_thread.run_sync(library.forget, source, limiter=jobs)
+            removed = await to_thread.run_sync(editable().forget, source, limiter=jobs)
         except QCFuseError as error:
             return error_response(status_of(error), str(error))
         if not any(removed.values()):
             return error_response(404, f"no document {source!r} in this library")
         return JSONResponse(removed)
+
+    return [
+        Route("/v1/documents", listed),
+        Route("/v1/documents", add, methods=["POST"]),
+        Route("/v1/documents/{source:path}", forget, methods=["DELETE"]),
+    ]
 
 
 def status_of(error: QCFuseError) -> int:

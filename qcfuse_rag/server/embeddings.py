@@ -10,21 +10,24 @@ import base64
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.server.connections import CLIENT_CLOSED, long_json_response, wait_while_connected
-from qcfuse_rag.server.protocol.error_responses import error_response
+from qcfuse_rag.library.documents import ServedLibrary
+from qcfuse_rag.server.bodies import (
+    CLIENT_CLOSED,
+    JsonBodies,
+    error_response,
+    long_json_response,
+    wait_while_connected,
+)
 from qcfuse_rag.server.protocol.generation_request import FailFastList
-from qcfuse_rag.server.protocol.json_body import JsonBodies
-
-if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.library.documents import ServedLibrary
 
 MAX_TEXTS = 2048
 """Most texts of a request, as in OpenAI's API."""
@@ -68,24 +71,18 @@ class EmbeddingsRequest(BaseModel):
                 "input has to be text; token ids are not supported (LangChain's OpenAIEmbeddings sends text with "
                 "check_embedding_ctx_length=False)"
             )
-        try:
-            "".join(map(str, texts)).encode()
-        except UnicodeEncodeError as error:
-            raise QCFuseError(f"input has text that is not valid Unicode: {error.reason}") from error
         return [str(text) for text in texts]
 
 
-def add_embedding_route(app: FastAPI, library: ServedLibrary | None, *, bodies: JsonBodies) -> None:
-    """Add the route to an application.
+def embedding_route(library: ServedLibrary | None, bodies: JsonBodies) -> Route:
+    """Return the route.
 
     Args:
-        app: the application.
         library: whose embedding model is used; None refuses all.
         bodies: reads and checks bodies.
     """
     jobs = CapacityLimiter(1)
 
-    @app.post("/v1/embeddings")
     async def embed(request: Request) -> Response:
         embeddings_request = await bodies.read(request, EmbeddingsRequest)
         if library is None:
@@ -93,12 +90,8 @@ def add_embedding_route(app: FastAPI, library: ServedLibrary | None, *, bodies: 
         wanted, model = embeddings_request.model, library.index.embedder
         if wanted and wanted != model:
             return error_response(404, f"no embedding model {wanted!r} here; there is {model!r}")
-        try:
-            texts = embeddings_request.texts
-        except QCFuseError as error:
-            return error_response(400, str(error))
         gone = threading.Event()
-        work = partial(embedded, library, texts, embeddings_request.encoding_format, gone.is_set)
+        work = partial(embedded, library, embeddings_request.texts, embeddings_request.encoding_format, gone.is_set)
         job = asyncio.ensure_future(to_thread.run_sync(work, limiter=jobs))
         try:
             if not await wait_while_connected(job, request):
@@ -106,6 +99,8 @@ def add_embedding_route(app: FastAPI, library: ServedLibrary | None, *, bodies: 
         finally:
             gone.set()
         return await long_json_response(job.result())
+
+    return Route("/v1/embeddings", embed, methods=["POST"])
 
 
 def embedded(

@@ -7,13 +7,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from qcfuse_rag.background_thread import BackgroundThread
 from qcfuse_rag.engine.engine_handle import EngineHandle
-
-if TYPE_CHECKING:  # needs the extra `cli`
-    from qcfuse_rag.library.documents import ServedLibrary
+from qcfuse_rag.library.documents import ServedLibrary
 
 LOG = logging.getLogger(__name__)
 

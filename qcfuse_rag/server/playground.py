@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -54,15 +55,14 @@ class PlaygroundFiles(StaticFiles):
         return response
 
 
-def add_playground(app: FastAPI) -> None:
-    """Add the page at `/` and its files to an application."""
+def playground_routes() -> list[BaseRoute]:
+    """Return the routes of the page at `/` and of its files."""
     static = PlaygroundFiles(directory=Path(__file__).parent / "static")
 
-    @app.api_route("/", methods=["GET", "HEAD"])
     async def page(request: Request) -> Response:
         return await static.get_response("index.html", request.scope)
 
-    app.mount(FOLDER, static)
+    return [Route("/", page), Mount(FOLDER, static)]
 
 
 def is_static(path: str) -> bool:

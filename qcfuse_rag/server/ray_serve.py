@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import (
     NodeDiedError,
@@ -25,6 +24,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.applications import Starlette
 
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.config import EngineConfig
@@ -36,12 +36,11 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.generation.sampling_params import Fidelity
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
-from qcfuse_rag.server.playground import add_playground
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
-from qcfuse_rag.server.protocol.completion_request import CompletionRequest
-from qcfuse_rag.server.protocol.events import Event
-from qcfuse_rag.server.protocol.generation_request import MAX_ANSWERS, GenerationRequest
+from qcfuse_rag.server.protocol.events import Event, Failure
+from qcfuse_rag.server.protocol.generation_request import MAX_ANSWERS, CompletionRequest, GenerationRequest
 from qcfuse_rag.server.routing import CacheAffinity
+from qcfuse_rag.server.serve import prepare_engine
 from qcfuse_rag.store.factory import open_store
 
 MAX_ATTEMPTS = 4
@@ -126,19 +125,17 @@ class EngineReplica:
         model = {"model": replica.model, **replica.load_options()}
         config = replace(deployment.config, verdict="ignore", compiled=False, **model)
         engine = FusionEngine.load(config, store=open_store(**replica.store), method=deployment.method)
-        engine.compile()
+        prepare_engine(engine, deployment.fidelity)
         self._handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=deployment.max_ongoing * MAX_ANSWERS + 1))
-        if deployment.fidelity == "heal":
-            engine.runner.step_costs()
         self._backend = EngineBackend(
             self._handle, deployment.name, most_tokens=deployment.most_tokens, fidelity=deployment.fidelity
         )
 
-    async def answer(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Answer the request with this body; yield events as plain data."""
+    async def answer(self, body: dict[str, Any]) -> AsyncIterator[Event]:
+        """Answer the request with this body; yield events."""
         request = CompletionRequest(**body) if "prompt" in body else ChatRequest(**body)
         async for event in self._backend.answer(request):
-            yield asdict(event)
+            yield event
 
     def check_health(self) -> None:
         """Raise `RuntimeError` if this replica cannot answer any more, so that Ray Serve replaces it."""
@@ -182,13 +179,10 @@ class Ingress:
     def __init__(self, deployment: EngineDeployment, engines: DeploymentHandle) -> None:
         self._deployment, self._backend = deployment, DeploymentBackend(deployment.name, engines)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application; Ray calls this in the process that runs it."""
         deployment = self._deployment
-        app = make_app(self._backend, token=deployment.token, hosts=deployment.hosts)
-        if deployment.playground:
-            add_playground(app)
-        return app
+        return make_app(self._backend, token=deployment.token, hosts=deployment.hosts, playground=deployment.playground)
 
 
 class DeploymentBackend:
@@ -209,22 +203,22 @@ class DeploymentBackend:
             sent = False
             events = self._engines.answer.remote(body)
             try:
-                async for data in events:
+                async for event in events:
                     if request.stream:
                         sent = True
-                        yield Event(**data)
+                        yield event
                     else:
-                        held.append(Event(**data))
+                        held.append(event)
             except BackPressureError as error:
-                yield Event(status=429, error=f"{error}; ask again later")
+                yield Failure(429, f"{error}; ask again later")
                 return
             except REPLICA_LOST:
                 if sent:
-                    yield Event(status=502, error="the replica was lost while it answered; ask again")
+                    yield Failure(502, "the replica was lost while it answered; ask again")
                     return
                 continue
             except RayError as error:
-                yield Event(status=500, error=f"a replica failed: {type(error).__name__}")
+                yield Failure(500, f"a replica failed: {type(error).__name__}")
                 return
             finally:
                 with suppress(Exception):  # Ray Serve raises a routing error here a second time
@@ -232,7 +226,7 @@ class DeploymentBackend:
             for event in held:
                 yield event
             return
-        yield Event(status=503, error=f"no replica could answer in {MAX_ATTEMPTS} attempts; ask again later")
+        yield Failure(503, f"no replica could answer in {MAX_ATTEMPTS} attempts; ask again later")
 
 
 def stop_deployment() -> None:

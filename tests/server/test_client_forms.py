@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from qcfuse_rag.server import idle_warming
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
 from qcfuse_rag.server.idle_warming import IdleWarming
-from qcfuse_rag.server.protocol.client_passages import delimited_passages
+from qcfuse_rag.server.protocol.chat_request import delimited_passages
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.library import stored
@@ -142,11 +141,8 @@ def test_delimiters_are_found_in_time_that_grows_with_the_text() -> None:
     assert delimited_passages("<source id='1'>" * 3 + "one</source><source id='2'> two </source>") == ["one", "two"]
     assert delimited_passages("<source id='1'></source> </source> [CONTEXT 1]:\n") == []
     delimiters = ("<source ", "<source id='1'>", "[CONTEXT 1]:\n", "<![CDATA[", "</source>", "\n[END CONTEXT ", "]]>")
-    for delimiter in delimiters:
-        text = delimiter * (4_000_000 // len(delimiter))
-        began = time.perf_counter()
-        assert delimited_passages(text) == []
-        assert time.perf_counter() - began < 5, delimiter
+    for delimiter in delimiters:  # a time that grew with the square would never end
+        assert delimited_passages(delimiter * (4_000_000 // len(delimiter))) == []
 
 
 async def test_documents_are_given_beside_a_history_that_has_some(http: httpx.AsyncClient) -> None:

@@ -13,7 +13,7 @@ import pytest
 from qcfuse_rag.server import playground
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import LOOPBACK
-from qcfuse_rag.server.playground import FOLDER, add_playground
+from qcfuse_rag.server.playground import FOLDER
 from tests.server.test_refusals import FixedBackend, listening
 from tests.support.serving import client, error
 
@@ -24,8 +24,7 @@ PATHS = ["/", *(f"{FOLDER}/{name}" for name in NAMES)]
 
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    app = make_app(FixedBackend())
-    add_playground(app)
+    app = make_app(FixedBackend(), playground=True)
     async with client(app) as http:
         yield http
 
@@ -79,10 +78,9 @@ async def test_no_script_writes_html() -> None:
 @pytest.mark.enable_socket
 async def test_no_path_leads_elsewhere() -> None:
     """Paths are sent as they are: a client would put `..` right."""
-    from qcfuse_rag.server.http_server import make_server
+    from qcfuse_rag.server.serve import make_server
 
-    app = make_app(FixedBackend(), token="right")
-    add_playground(app)
+    app = make_app(FixedBackend(), token="right", playground=True)
     paths = [
         "../app.py",
         "..%2fapp.py",
@@ -110,8 +108,7 @@ async def test_no_path_leads_elsewhere() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_page_needs_no_token_but_the_api_does(path: str) -> None:
-    app = make_app(FixedBackend(), token="right")
-    add_playground(app)
+    app = make_app(FixedBackend(), token="right", playground=True)
     async with client(app) as http:
         assert (await http.get(path)).status_code == 200
         assert (await http.get("/v1/models")).status_code == 401
@@ -119,8 +116,7 @@ async def test_the_page_needs_no_token_but_the_api_does(path: str) -> None:
 
 
 async def test_without_a_token_the_page_answers_only_to_this_machines_names() -> None:
-    app = make_app(FixedBackend(), hosts=LOOPBACK)
-    add_playground(app)
+    app = make_app(FixedBackend(), hosts=LOOPBACK, playground=True)
     async with client(app) as http:
         for path in PATHS:
             assert (await http.get(path, headers={"Host": "page.example"})).status_code == 421

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +18,14 @@ from ray.serve.exceptions import BackPressureError
 from qcfuse_rag import EngineConfig, RayWorkers
 from qcfuse_rag.server import ray_serve
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
-from qcfuse_rag.server.protocol.events import Event
+from qcfuse_rag.server.protocol.events import Event, LastPiece, Piece
 from qcfuse_rag.server.ray_serve import MAX_ATTEMPTS, DeploymentBackend, EngineDeployment, EngineReplica, Ingress
 from qcfuse_rag.store.factory import open_store
 from tests.support.cli import Run
 from tests.support.engines import METHOD
 from tests.support.serving import ASKED, ask, client, error
 
-WHOLE = [Event("The "), Event("mill."), Event(finish_reason="stop", usage={}, report={})]
+WHOLE = [Piece("The "), Piece("mill."), LastPiece(usage={}, report={})]
 
 
 class Answers:
@@ -55,11 +54,11 @@ class Answers:
         if self.unrouted is not None:
             raise self.unrouted
 
-    async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+    async def __aiter__(self) -> AsyncIterator[Event]:
         count, error = self.ends.pop(0)
         self.unrouted = None if count else error
         for event in WHOLE[:count]:
-            yield asdict(event)
+            yield event
         if error is not None:
             raise error
 
@@ -80,7 +79,7 @@ async def test_a_stream_that_has_begun_ends_in_an_error_and_is_not_begun_again()
     answers = Answers((1, ActorDiedError()))
     first, last = await events(answers, stream=True)
     assert first == WHOLE[0]
-    assert (last.status, last.error) == (502, "the replica was lost while it answered; ask again")
+    assert (last.status, last.message) == (502, "the replica was lost while it answered; ask again")
 
 
 async def test_a_request_is_not_asked_for_ever() -> None:

@@ -10,15 +10,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import LOOPBACK, RequestLimits
-from qcfuse_rag.server.http_server import SPARE_CONNECTIONS, make_server
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
-from qcfuse_rag.server.protocol.events import Event
+from qcfuse_rag.server.protocol.events import Event, LastPiece, Piece
+from qcfuse_rag.server.serve import SPARE_CONNECTIONS, make_server
 from tests.support import seams
 from tests.support.serving import ASKED, JSON, ask, client, error
 
@@ -36,8 +36,8 @@ class FixedBackend:
         return None
 
     async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
-        yield Event("Yes.")
-        yield Event(finish_reason="stop", usage={}, report={})
+        yield Piece("Yes.")
+        yield LastPiece(usage={}, report={})
 
 
 @asynccontextmanager
@@ -205,18 +205,18 @@ class TestNames:
     """A web page can point its own host name at this machine; its requests then carry that name."""
 
     @pytest.fixture
-    def app(self) -> FastAPI:
+    def app(self) -> Starlette:
         return make_app(FixedBackend(), hosts=(*LOOPBACK, "127.0.0.2"))
 
     @pytest.mark.parametrize("name", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "[::1]", "127.0.0.2"])
-    async def test_who_asks_by_a_name_of_this_machine_is_let_in(self, app: FastAPI, name: str) -> None:
+    async def test_who_asks_by_a_name_of_this_machine_is_let_in(self, app: Starlette, name: str) -> None:
         async with client(app, host=name) as http:
             assert (await ask(http)).status_code == 200
 
     @pytest.mark.parametrize(
         "name", ["page.example:8000", "localhost.page.example", "127.0.0.1.page.example", "[::1", "", "10.0.0.1"]
     )
-    async def test_who_asks_by_another_name_is_told_of_the_token(self, app: FastAPI, name: str) -> None:
+    async def test_who_asks_by_another_name_is_told_of_the_token(self, app: Starlette, name: str) -> None:
         async with client(app, host=name) as http:
             for response in (await ask(http), await http.get("/v1/models"), await http.get("/openapi.json")):
                 assert response.status_code == 421

@@ -274,7 +274,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     passages = folder.parent / "passages"
     passages.mkdir()
     monkeypatch.setenv("QCFUSE_SECRET", SECRET.decode())
-    monkeypatch.setattr("qcfuse_rag.cli.serve._bind", lambda options: None)  # tests have no network
+    monkeypatch.setattr("qcfuse_rag.server.serve.ServerSettings.listen", lambda settings: None)  # tests have no network
     return folder.parent
 
 

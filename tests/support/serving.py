@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -26,7 +26,7 @@ def free_port() -> int:
         return port
 
 
-def client(app: FastAPI, **headers: str) -> httpx.AsyncClient:
+def client(app: Starlette, **headers: str) -> httpx.AsyncClient:
     """Return a client of an application."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here", headers=headers)
 

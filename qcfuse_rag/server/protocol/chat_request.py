@@ -6,6 +6,7 @@ https://platform.openai.com/docs/api-reference/chat
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -17,8 +18,34 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.server.protocol.client_passages import delimited_passages
 from qcfuse_rag.server.protocol.generation_request import MAX_TOP_LOGPROBS, FailFastList, GenerationRequest
+
+DELIMITERS = (
+    (re.compile(r"<source [^<>]*>"), "</source>"),
+    (re.compile(r"\[CONTEXT \d{1,6}\]:\n"), "\n[END CONTEXT "),
+    (re.compile(r"<!\[CDATA\["), "]]>"),
+)
+"""The text before and after a passage that a client with a retrieval of its own has put into a message.
+
+The clients are Open WebUI 0.12 (`<source id="1" ...>`), AnythingLLM (`[CONTEXT 0]:`) and LibreChat (`<![CDATA[`).
+"""
+
+
+def delimited_passages(text: str) -> list[str]:
+    """Return the passages between delimiters in a message, those of one client after another.
+
+    A passage begins at the last opening delimiter before its closing delimiter, because Open WebUI explains its
+    delimiters to the model. The time is linear in the length of the text, whatever delimiters it has.
+    """
+    passages = []
+    for opening, closing in DELIMITERS:
+        begin = 0
+        while (end := text.find(closing, begin)) >= 0:
+            openings = list(opening.finditer(text, begin, end))
+            if openings and (passage := text[openings[-1].end() : end].strip()):
+                passages.append(passage)
+            begin = end + len(closing)
+    return passages
 
 
 class TextPart(BaseModel):
@@ -186,7 +213,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def delimited_passages(self) -> list[str]:
-        """The passages that the client has put into messages itself, see `client_passages`."""
+        """The passages that the client has put into messages itself, see `DELIMITERS`."""
         return [
             text
             for message in self.messages

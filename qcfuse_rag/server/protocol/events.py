@@ -1,12 +1,17 @@
-"""Answers as events: plain data in OpenAI's terms, without third-party error text."""
+"""Answers as events, without third-party error text, and as choices of OpenAI's chat and text completions.
+
+https://platform.openai.com/docs/api-reference/chat/object
+https://platform.openai.com/docs/api-reference/completions/object
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.fusion.report import FusionReport, Lookup, describe_misses
@@ -25,27 +30,52 @@ SAFE_REASONS = ("absent:", "anchors disagree:", "fix overhead")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """A piece of an answer, as plain data that can be sent between processes.
+class Piece:
+    """A piece of an answer, as plain data that can be sent between processes; answers come one after another.
 
-    Answers come one after another. Reasoning is apart from the text. Tool calls and finish reason come with the last
-    event of an answer, in OpenAI's format, as logarithmic probabilities are. Usage, the first prompt's report, and an
-    explanation for requests that ask for one come with the last event of all. An HTTP status other than 200 makes an
-    event the last one. The first event names the retrieved documents, if the server retrieved them.
+    Attributes:
+        text: of the answer; reasoning is apart from it.
+        reasoning: of the answer.
+        index: which of the answers, counted from 0.
+        logprobs: logarithmic probabilities in OpenAI's format; None if the request asks for none.
+        documents: what the server retrieved, in the first piece of all; None if it did not.
     """
 
     text: str = ""
     reasoning: str = ""
-    documents: list[dict[str, Any]] | None = None
     index: int = 0
     logprobs: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LastPiece(Piece):
+    """The last piece of an answer.
+
+    Attributes:
+        finish_reason: in OpenAI's terms.
+        calls: of tools, in OpenAI's format.
+        usage: of the whole request, in the last piece of all, as the next two.
+        report: on the first prompt.
+        explanation: for requests that ask for one.
+    """
+
+    finish_reason: str = "stop"
     calls: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     report: dict[str, Any] | None = None
     explanation: dict[str, Any] | None = None
-    status: int = 200
-    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The end of a request that failed: an HTTP status other than 200, and what to tell the client."""
+
+    status: int
+    message: str
+
+
+Event = Piece | Failure
 
 
 class AnswerTokens:
@@ -80,8 +110,8 @@ class PlainReader:
         return Delta(generation.text[self._read :]), ParsedResponse(generation.text)
 
 
-def last_event(rest: Delta, response: ParsedResponse, finish_reason: FinishReason) -> Event:
-    """Return the last event of an answer, with what was not sent yet."""
+def last_piece(rest: Delta, response: ParsedResponse, finish_reason: FinishReason) -> LastPiece:
+    """Return the last piece of an answer, with what was not sent yet."""
     calls = [
         {
             "id": f"call_{uuid.uuid4().hex}",
@@ -92,7 +122,7 @@ def last_event(rest: Delta, response: ParsedResponse, finish_reason: FinishReaso
     ]
     # OpenAI's format has no field for broken calls, so they are sent as text.
     broken = "".join(call.text for call in response.broken)
-    return Event(
+    return LastPiece(
         rest.text + broken,
         rest.reasoning,
         calls=calls,
@@ -118,7 +148,7 @@ def redact_report(report: FusionReport) -> FusionReport:
     Third-party text follows a colon. It may name folders of a file system or hosts of a remote store, which clients
     must not see.
     """
-    lookups = [redact_lookup(lookup) for lookup in report.lookups]
+    lookups = [_redact_lookup(lookup) for lookup in report.lookups]
     fallback = report.fallback
     if fallback == describe_misses(list(report.lookups)):
         fallback = describe_misses(lookups)
@@ -131,8 +161,125 @@ def redact_report(report: FusionReport) -> FusionReport:
     return replace(report, lookups=tuple(lookups), fallback=fallback)
 
 
-def redact_lookup(lookup: Lookup) -> Lookup:
-    """Return a lookup without third-party error text in its reason."""
+def _redact_lookup(lookup: Lookup) -> Lookup:
     if lookup.reason is None or lookup.reason.startswith(SAFE_REASONS):
         return lookup
     return replace(lookup, reason=lookup.reason.partition(":")[0])
+
+
+class AnswerFormat(Protocol):
+    """Turns the pieces of one request's answers into choices; keeps what is known of its earlier pieces.
+
+    Attributes:
+        kind: the `object` of a whole body.
+        chunk_kind: the `object` of a piece.
+        id_prefix: the beginning of ids.
+    """
+
+    kind: str
+    chunk_kind: str
+    id_prefix: str
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the choice of an answer with these pieces, one or more."""
+
+    def parts(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the choices that the next piece of a stream adds."""
+
+
+class ChatFormat:
+    """The format of chat completions."""
+
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self) -> None:
+        self._begun: set[int] = set()
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the choice of an answer."""
+        text, last = "".join(piece.text for piece in pieces), pieces[-1]
+        calls = last.calls if isinstance(last, LastPiece) else []
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+        if reasoning := "".join(piece.reasoning for piece in pieces):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return _choice(last, {"message": message}, _content(all_logprobs(pieces)), _finish_reason(last))
+
+    def parts(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the choices of a piece: its text, after the role if it is an answer's first; the end of an answer.
+
+        Further fields of a chunk, such as tool calls, are in the choice with the finish reason.
+        """
+        delta: dict[str, Any] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+        if piece.index not in self._begun:
+            delta |= {"role": "assistant", "content": piece.text}
+            self._begun.add(piece.index)
+        elif piece.text:
+            delta["content"] = piece.text
+        choices = []
+        if delta or piece.logprobs:
+            choices.append(_choice(piece, {"delta": delta}, _content(piece.logprobs)))
+        if isinstance(piece, LastPiece):
+            calls = [{"index": index, **call} for index, call in enumerate(piece.calls)]
+            delta = {"tool_calls": calls} if calls else {}
+            choices.append(_choice(piece, {"delta": delta}, None, piece.finish_reason))
+        return choices
+
+
+class CompletionFormat:
+    """The format of text completions; pieces and whole bodies have the same fields."""
+
+    kind = chunk_kind = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self) -> None:
+        self._characters: dict[int, int] = {}
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the choice of an answer."""
+        text, last = "".join(piece.text for piece in pieces), pieces[-1]
+        return _choice(last, {"text": text}, self._columns(last.index, all_logprobs(pieces)), _finish_reason(last))
+
+    def parts(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the choice of a piece."""
+        logprobs = self._columns(piece.index, piece.logprobs)
+        return [_choice(piece, {"text": piece.text}, logprobs, _finish_reason(piece))]
+
+    def _columns(self, index: int, entries: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+        """Return logarithmic probabilities as columns; offsets are characters from the beginning of the answer."""
+        if entries is None:
+            return None
+        offsets = []
+        for entry in entries:
+            offsets.append(self._characters.get(index, 0))
+            self._characters[index] = offsets[-1] + len(entry["token"])
+        return {
+            "text_offset": offsets,
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [
+                {other["token"]: other["logprob"] for other in (*entry["top_logprobs"], entry)} for entry in entries
+            ],
+        }
+
+
+def all_logprobs(pieces: Sequence[Piece]) -> list[dict[str, Any]] | None:
+    """Return the logarithmic probabilities of all pieces; None if they have none."""
+    if pieces[-1].logprobs is None:
+        return None
+    return [entry for piece in pieces for entry in piece.logprobs or ()]
+
+
+def _finish_reason(piece: Piece) -> str | None:
+    return piece.finish_reason if isinstance(piece, LastPiece) else None
+
+
+def _content(entries: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    return None if entries is None else {"content": entries, "refusal": None}
+
+
+def _choice(
+    piece: Piece, content: dict[str, Any], logprobs: dict[str, Any] | None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": piece.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -1,12 +1,11 @@
-"""The fields that requests for chat and text completions share: OpenAI's and vLLM's settings of an answer.
+"""The body of a request for text completions, and the fields that it shares with chat requests.
 
-https://platform.openai.com/docs/api-reference/chat
+https://platform.openai.com/docs/api-reference/completions
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server
 """
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -168,14 +167,7 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
             raise QCFuseError(f"stop allows at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters")
-        try:
-            plain = self.model_dump()
-            json.dumps(plain, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise QCFuseError(f"the body has text that is not valid Unicode: {error.reason}") from error
-        except (RecursionError, ValueError) as error:
-            raise QCFuseError(TOO_DEEP) from error
-        level: list[Any] = [plain]
+        level: list[Any] = [self.model_dump()]
         for _ in range(MAX_DEPTH):
             level = [child for value in level for child in _children(value)]
         if level:
@@ -205,3 +197,66 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
 
 def _children(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+CHAT_FIELDS = (
+    "messages",
+    "documents",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "top_logprobs",
+)
+
+
+class CompletionRequest(GenerationRequest):
+    """A request to continue texts; its settings are in `GenerationRequest`.
+
+    Attributes:
+        prompt: finished text, or several. It gets the model's start token, its special tokens are meant, and warmed
+            passages are found in it.
+        logprobs: report the probabilities of the answer's tokens, and of so many likeliest tokens.
+    """
+
+    DEFAULT_TOKENS: ClassVar[int] = 16
+
+    prompt: str | FailFastList[str | int | FailFastList[int]]
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
+
+    def refuse_unsupported(self) -> None:
+        """Refuse unsupported fields and oversized values by the field's name, and drop the ignored fields."""
+        extra: dict[str, Any] = self.model_extra or {}
+        for name in CHAT_FIELDS:
+            if extra.get(name) not in OFF:
+                raise QCFuseError(f"{name} is a field of /v1/chat/completions, not of text completions; omit it")
+        if not isinstance(self.prompt, str) and not all(isinstance(text, str) for text in self.prompt):
+            raise QCFuseError("prompt has to be text; token ids are not supported")
+        if not self.texts:
+            raise QCFuseError("prompt has no text")
+        if self.prompt_count * self.answer_count > MAX_ANSWERS:
+            raise QCFuseError(
+                f"{self.prompt_count} prompts with {self.answer_count} answers each, and a request gets at most "
+                f"{MAX_ANSWERS} answers; send several requests"
+            )
+        super().refuse_unsupported()
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts to continue."""
+        return [self.prompt] if isinstance(self.prompt, str) else [str(text) for text in self.prompt]
+
+    @property
+    def prompt_count(self) -> int:
+        """Number of prompts."""
+        return len(self.texts)
+
+    @property
+    def top_count(self) -> int | None:
+        """How many of the likeliest tokens to report for each token."""
+        return self.logprobs
+
+    def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> Prompt:
+        """Return the prompt of a text; warmed passages are found in it."""
+        return engine.prompt_from_text(self.texts[number])

@@ -1,0 +1,241 @@
+"""A server over a library or a store, in one process: what it consists of, made from its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.engine.scheduler import SchedulerSettings
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.generation.sampling_params import Fidelity
+from qcfuse_rag.library.documents import ServedLibrary
+from qcfuse_rag.library.folder import index_folder, library_of
+from qcfuse_rag.library.index import METADATA
+from qcfuse_rag.library.jobs import forget_source, job_lock
+from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.auth_middleware import LOOPBACK
+from qcfuse_rag.server.backend import EngineBackend
+from qcfuse_rag.server.idle_warming import IdleWarming
+
+HEADERS_S = 15.0
+"""Seconds for a client to send a request's headers, from the connection or from the request's first byte."""
+
+SPARE_CONNECTIONS = 512
+"""Connections in addition to the answered and waiting requests: idle connections, refusals, health checks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a server is to do.
+
+    Attributes:
+        name: the model's name for clients.
+        host: address to listen on; one beyond loopback needs a token.
+        port: to listen on.
+        token: that clients send; None admits every client.
+        waiting: most waiting requests; further ones get 429.
+        most_tokens: length limit of an answer.
+        fidelity: of requests that name none.
+        top_k: passages to retrieve for a question.
+        retrieve: whether to retrieve also for requests that have no documents.
+        editable: whether clients may add and remove documents of the library.
+        keep: whether to warm passages of clients that the store lacked, while no request waits.
+        playground: whether to serve a page for browsers.
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = field(default=None, repr=False)
+    waiting: int = 64
+    most_tokens: int = 4096
+    fidelity: Fidelity = "fast"
+    top_k: int = 6
+    retrieve: bool = False
+    editable: bool = False
+    keep: bool = False
+    playground: bool = True
+
+    def check(self, folder: Path) -> None:
+        """Refuse what cannot be served from the folder of a library or a store; asked before the model is loaded."""
+        if self.token is None and not _is_loopback(self.host):
+            raise QCFuseError(
+                f"{self.host} is open to other machines: set QCFUSE_TOKEN to a token for clients, or listen "
+                "on 127.0.0.1"
+            )
+        if (self.retrieve or self.editable) and not has_passages(folder):
+            raise QCFuseError(f"no passages in {folder}; --retrieve and --editable need a library of `qcfuse warm run`")
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host names under which clients without a token may ask."""
+        return (*LOOPBACK, self.host)
+
+    def listen(self) -> socket.socket:
+        """Bind the address; called before the model is loaded, so that an address in use is reported at once."""
+        listener = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self.host, self.port))
+            listener.listen()  # prevents another bind to the address; early clients wait until the model is loaded
+        except OSError as error:
+            listener.close()
+            raise QCFuseError(f"cannot listen at {self.host}:{self.port}: {error.strerror or error}") from error
+        return listener
+
+
+class LibraryServer:
+    """Answers over a library or a store with one engine.
+
+    Args:
+        engine: whose store is in `folder`; the caller closes it.
+        folder: of a library or a store.
+        settings: of the server.
+    """
+
+    def __init__(self, engine: FusionEngine, folder: Path, settings: ServerSettings) -> None:
+        self._engine, self._max_requests = engine, settings.waiting + SchedulerSettings().active
+        handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=self._max_requests))
+        library = _served_library(engine, folder, settings) if has_passages(folder) else None
+        backend = EngineBackend(
+            handle,
+            settings.name,
+            most_tokens=settings.most_tokens,
+            fidelity=settings.fidelity,
+            max_requests=self._max_requests,
+            library=library,
+            retrieve=settings.retrieve,
+            idle_warming=IdleWarming(handle, library) if settings.keep else None,
+        )
+        self._app = make_app(
+            backend,
+            token=settings.token,
+            hosts=settings.hosts,
+            metrics=_metrics(engine),
+            library=library,
+            playground=settings.playground,
+            on_shutdown=backend.close,
+        )
+
+    def notes(self) -> list[str]:
+        """Return what works less well than it could, for the user to read; known once the engine is compiled."""
+        runner, notes = self._engine.runner, []
+        if not self._engine.prompts.chat_template.shows_tools:
+            notes.append("the model's chat template has no place for tools; requests are answered without theirs")
+        for work, refusal in (("fused passes", runner.prefills.refusal), ("decode steps", runner.decodes.refusal)):
+            if self._engine.lm.device.type == "cuda" and refusal is not None:
+                notes.append(f"{work} are launched kernel by kernel: {refusal}")
+        return notes
+
+    def run(self, listener: socket.socket) -> None:
+        """Serve until the process is interrupted or terminated, then finish the requests in progress."""
+        # uvicorn raises the signal that stopped it again, which would end this process before the store is closed.
+        previous_handler = signal.signal(signal.SIGTERM, lambda *_: None)
+        with suppress(KeyboardInterrupt):
+            make_server(self._app, max_requests=self._max_requests).run(sockets=[listener])
+        signal.signal(signal.SIGTERM, previous_handler)
+
+
+def prepare_engine(engine: FusionEngine, fidelity: Fidelity) -> None:
+    """Compile what requests run, and measure what they need, or the first ones would wait for it."""
+    engine.compile()
+    if fidelity == "heal":
+        engine.runner.step_costs()
+
+
+def has_passages(folder: Path) -> bool:
+    """Return whether there is a library with passages round a store, given the folder of either."""
+    return (index_folder(library_of(folder)) / METADATA).is_file()
+
+
+def make_server(
+    app: Any, *, max_requests: int, headers_s: float = HEADERS_S, protocol: type[asyncio.Protocol] = AutoHTTPProtocol
+) -> uvicorn.Server:
+    """Return an HTTP server that is ready to run.
+
+    Connections above `max_requests` and `SPARE_CONNECTIONS` get 503. A request's headers must be complete in
+    `headers_s`; uvicorn itself would wait forever.
+    """
+
+    class HeaderTimeoutProtocol(protocol):  # type: ignore[misc, valid-type] # the base depends on what is installed
+        """Closes the connection unless a request begins in time."""
+
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            self._update_timer()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._update_timer()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._stop_timer()
+
+        def _update_timer(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:  # a request is being answered
+                self._stop_timer()
+            elif self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(headers_s, self.transport.close)
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = None
+
+    config = uvicorn.Config(
+        app,
+        http=HeaderTimeoutProtocol,
+        ws="none",
+        log_level="warning",
+        limit_concurrency=max_requests + SPARE_CONNECTIONS,
+        timeout_graceful_shutdown=60,
+    )
+    return uvicorn.Server(config)
+
+
+def _served_library(engine: FusionEngine, folder: Path, settings: ServerSettings) -> ServedLibrary:
+    library = library_of(folder)
+    return ServedLibrary(
+        index_folder(library),
+        engine,
+        count=settings.top_k,
+        editable=settings.editable,
+        changing=partial(job_lock, library),
+        on_forget=partial(forget_source, library),
+    )
+
+
+def _metrics(engine: FusionEngine) -> Callable[[], bytes] | None:
+    """Return a function that renders the engine's metrics as text; None if prometheus-client is not installed."""
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        from qcfuse_rag.monitoring.metrics import Metrics
+    except ImportError:
+        return None
+    registry = CollectorRegistry()
+    engine.observe(Metrics(registry))
+    return lambda: generate_latest(registry)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,169 @@
+"""Requests that say what the server cannot do: one clear error each, which names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from tests.support.engines import make_engine
+from tests.support.families import build_model, build_tokenizer
+from tests.support.passages import PASSAGES, QUESTION
+from tests.support.serving import JSON, ask, error, post
+from tests.support.tool_templates import LOOK_UP, teach
+
+
+@pytest.fixture(scope="module")
+def engine() -> FusionEngine:
+    tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), "hermes")
+    return make_engine(LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer), MemoryStore())
+
+
+@pytest.fixture
+def limits() -> dict[str, Any]:
+    return {"most_tokens": 600}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def schema(wanted: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": wanted}}}
+
+
+def nested(inner: Any, depth: int, key: str) -> Any:
+    for _ in range(depth):
+        inner = {key: inner}
+    return inner
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": fields}
+
+
+CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
+IMAGE = user([{"type": "image_url"}])
+
+TYPES_AND_RANGES = [
+    ({"messages": []}, "messages: List should have at least 1 item"),
+    ({"messages": "x"}, "messages: Input should be a valid list"),
+    (IMAGE, "messages.0.content.list[TextPart].0.type: Input should be 'text'"),
+    ({"logprobs": "many"}, "logprobs: Input should be a valid boolean"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: Input should be less"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 3.0}, "presence_penalty"),
+    ({"max_tokens": True}, "max_tokens: Input should be a valid integer"),
+    ({"temperature": 1e308}, "temperature: Input should be less"),
+    ({"temperature": -1}, "temperature: Input should be greater"),
+    ({"seed": 2**63}, "seed: Input should be less than"),
+    ({"n": 9, "temperature": 1}, "less than or equal to 8"),
+    ({"n": 0}, "greater than or equal to 1"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs: Input should be a valid dictionary"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": [{}]}, "tools.0.function: Field required"),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "tool_calls.0"),
+    ({"documents": ["\ud800"]}, "the body is not JSON"),
+]
+UNSUPPORTED = {
+    "suffix": "x",
+    "guided_json": {"type": "object"},
+    "structured_outputs": {"regex": "a+"},
+    "stop_token_ids": [2],
+    "min_tokens": 5,
+    "ignore_eos": True,
+    "best_of": 2,
+    "functions": [LOOK_UP["function"]],
+    "function_call": {"name": "look_up"},
+    "truncate_prompt_tokens": 9,
+    "add_generation_prompt": False,
+    "modalities": ["text", "audio"],
+}
+REFUSED = [
+    ({"n": 2}, "n is 2, and answers without a temperature are equal"),
+    ({"top_logprobs": 5}, "top_logprobs needs logprobs"),
+    ({"stop": ["x"] * 17}, "at most 16 strings"),
+    ({"max_tokens": 601}, "this server gives at most 600"),
+    ({"stream": True, "max_tokens": 601}, "this server gives at most 600"),
+    ({"logit_bias": {"99999999": 1}}, "logit_bias names token 99999999"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs cannot set enable_thinking"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs cannot set tools"),
+    ({"reasoning_effort": "high"}, "reads no reasoning_effort"),
+    (user("x" * 2_000_000), "characters cannot fit a context window"),
+    (user("x " * 9000), "context window"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "documents need a user's message"),
+    ({"documents": ["x"] * 257}, "257 documents, and at most 256"),
+    ({"tools": [LOOK_UP], "tool_choice": function(name="sink")}, "not among the given tools"),
+    ({"tools": [LOOK_UP], "response_format": {"type": "json_object"}}, "ask for tools or for JSON"),
+    ({"tool_choice": "required"}, "there are no tools to call"),
+    (
+        {"tools": [function(name="f", parameters={"$defs": 5})], "tool_choice": "required"},
+        "$defs in the parameters of f has to be an object",
+    ),
+    ({"response_format": {"type": "yaml"}}, "response_format has to be"),
+    (schema("x"), "response_format has to be"),
+    (schema({"anyOf": 5}), "anyOf must be an array"),
+    (schema({"properties": {"x": {"prefixItems": 5}}}), "prefixItems must be an array"),
+    (schema(nested({"type": "object"}, 150, "items")), "at most 100 levels"),
+    ({"messages": [CALLED, {"role": "user", "content": "x"}]}, "something in the body is nested"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *TYPES_AND_RANGES,
+        *REFUSED,
+        *(({name: value}, f"{name} is not supported") for name, value in UNSUPPORTED.items()),
+    ],
+)
+async def test_chat_requests(http: httpx.AsyncClient, changes: dict[str, Any], message: str) -> None:
+    response = await ask(http, **changes)
+    assert (response.status_code, message in error(response)) == (400, True), response.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt has no text"),
+        ({"prompt": [1, 2, 3]}, "token ids are not supported"),
+        ({"prompt": [[1, 2], [3]]}, "token ids are not supported"),
+        ({"prompt": ["x"] * 9}, "9 prompts with 1 answers each, and a request gets at most 8 answers"),
+        ({"prompt": "x" * 2_000_000}, "context window"),
+        ({"echo": True}, "echo is not supported"),
+        ({"documents": PASSAGES}, "documents is a field of /v1/chat/completions"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "messages is a field of /v1/chat/completions"),
+        ({"logprobs": 21}, "logprobs"),
+    ],
+)
+async def test_text_completions(http: httpx.AsyncClient, changes: dict[str, Any], message: str) -> None:
+    response = await post(http, "completions", **{"prompt": "x", "max_tokens": 1, **changes})
+    assert (response.status_code, message in error(response)) == (400, True), response.text
+
+
+async def test_another_model(http: httpx.AsyncClient) -> None:
+    for response in (await ask(http, model="gpt-4"), await post(http, "completions", prompt="x", model="gpt-4")):
+        assert (response.status_code, error(response)) == (404, "no model 'gpt-4' here; there is 'tiny'")
+
+
+@pytest.mark.parametrize(("depth", "status"), [(80, 200), (120, 400), (480, 400), (100_000, 400)])
+async def test_bodies_are_as_deep_as_any_part_of_this_can_take(
+    http: httpx.AsyncClient, depth: int, status: int
+) -> None:
+    """Searching messages for passages and sending them with Ray have depth limits of their own."""
+    body = json.dumps({"messages": [{"role": "user", "content": "x", "more": "deep"}], "max_tokens": 1})
+    deep = body.replace('"deep"', "[" * depth + "]" * depth)
+    assert (await http.post("/v1/chat/completions", content=deep, headers=JSON)).status_code == status
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "", "application/x-www-form-urlencoded", "application/jsonp"])
+async def test_only_json_is_read(http: httpx.AsyncClient, content_type: str) -> None:
+    """A web page may send plain text to any address, but JSON only where it is allowed to."""
+    response = await http.post("/v1/chat/completions", content=b"{}", headers={"content-type": content_type})
+    assert (response.status_code, "application/json" in error(response)) == (400, True)
