@@ -50,7 +50,7 @@ IMAGE = user([{"type": "image_url"}])
 
 TYPES_AND_RANGES = [
     ({"messages": []}, "messages: List should have at least 1 item"),
-    ({"messages": "x"}, "messages: Input should be a valid list"),
+    ({"messages": "x"}, "messages: Input should be a valid array"),
     (IMAGE, "messages.0.content.list[TextPart].0.type: Input should be 'text'"),
     ({"logprobs": "many"}, "logprobs: Input should be a valid boolean"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: Input should be less"),
@@ -64,7 +64,7 @@ TYPES_AND_RANGES = [
     ({"seed": 2**63}, "seed: Input should be less than"),
     ({"n": 9, "temperature": 1}, "less than or equal to 8"),
     ({"n": 0}, "greater than or equal to 1"),
-    ({"chat_template_kwargs": []}, "chat_template_kwargs: Input should be a valid dictionary"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs: Input should be an object"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tools": [{}]}, "tools.0.function: Field required"),
     ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "tool_calls.0"),

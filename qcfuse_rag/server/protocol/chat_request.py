@@ -72,19 +72,6 @@ class ToolSpec(BaseModel):
     function: Function
 
 
-class FunctionName(BaseModel):
-    """The name of a function."""
-
-    name: str
-
-
-class NamedTool(BaseModel):
-    """A tool that must be called."""
-
-    type: Literal["function"] = "function"
-    function: FunctionName
-
-
 class CalledFunction(BaseModel):
     """The function of an earlier call, with its arguments as JSON."""
 
@@ -154,7 +141,7 @@ class ChatRequest(GenerationRequest):
     documents: FailFastList[str] | Literal["library"] | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1, strict=True)
     tools: FailFastList[ToolSpec] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolSpec | None = None
     response_format: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -163,7 +150,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
 
     def refuse_unsupported(self) -> None:
-        """Refuse unsupported fields and oversized values by the field's name, and drop the ignored fields."""
+        """Refuse unsupported fields and oversized values, and drop the ignored fields."""
         super().refuse_unsupported()
         if self.top_logprobs and not self.logprobs:
             raise QCFuseError("top_logprobs needs logprobs to be true")
@@ -171,7 +158,9 @@ class ChatRequest(GenerationRequest):
     def to_response_format(self, *, shows_tools: bool = True) -> ResponseFormat:
         """Return the response format, see `GenerationRequest`."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+        choice = self.tool_choice
+        if isinstance(choice, ToolSpec):
+            choice = {"type": choice.type, "function": {"name": choice.function.name}}
         given = ResponseFormat(tools, choice, self.response_format)
         return given if shows_tools or given.required_tools else replace(given, tools=())
 

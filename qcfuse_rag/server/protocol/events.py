@@ -11,7 +11,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.fusion.report import FusionReport, Lookup, describe_misses
@@ -167,28 +167,8 @@ def _redact_lookup(lookup: Lookup) -> Lookup:
     return replace(lookup, reason=lookup.reason.partition(":")[0])
 
 
-class AnswerFormat(Protocol):
-    """Turns the pieces of one request's answers into choices; keeps what is known of its earlier pieces.
-
-    Attributes:
-        kind: the `object` of a whole body.
-        chunk_kind: the `object` of a piece.
-        id_prefix: the beginning of ids.
-    """
-
-    kind: str
-    chunk_kind: str
-    id_prefix: str
-
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the choice of an answer with these pieces, one or more."""
-
-    def parts(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the choices that the next piece of a stream adds."""
-
-
 class ChatFormat:
-    """The format of chat completions."""
+    """Turns the pieces of one request's answers into choices of chat completions; keeps what it has begun."""
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -204,7 +184,7 @@ class ChatFormat:
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
-        return _choice(last, {"message": message}, _content(all_logprobs(pieces)), _finish_reason(last))
+        return _choice(last, {"message": message}, _content(_all_logprobs(pieces)), _finish_reason(last))
 
     def parts(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the choices of a piece: its text, after the role if it is an answer's first; the end of an answer.
@@ -228,7 +208,7 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """The format of text completions; pieces and whole bodies have the same fields."""
+    """Turns pieces into choices of text completions, like `ChatFormat`; parts and whole bodies have the same fields."""
 
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
@@ -239,7 +219,7 @@ class CompletionFormat:
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the choice of an answer."""
         text, last = "".join(piece.text for piece in pieces), pieces[-1]
-        return _choice(last, {"text": text}, self._columns(last.index, all_logprobs(pieces)), _finish_reason(last))
+        return _choice(last, {"text": text}, self._columns(last.index, _all_logprobs(pieces)), _finish_reason(last))
 
     def parts(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the choice of a piece."""
@@ -264,8 +244,7 @@ class CompletionFormat:
         }
 
 
-def all_logprobs(pieces: Sequence[Piece]) -> list[dict[str, Any]] | None:
-    """Return the logarithmic probabilities of all pieces; None if they have none."""
+def _all_logprobs(pieces: Sequence[Piece]) -> list[dict[str, Any]] | None:
     if pieces[-1].logprobs is None:
         return None
     return [entry for piece in pieces for entry in piece.logprobs or ()]
@@ -283,3 +262,6 @@ def _choice(
     piece: Piece, content: dict[str, Any], logprobs: dict[str, Any] | None, finish_reason: str | None = None
 ) -> dict[str, Any]:
     return {"index": piece.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+AnswerFormat = ChatFormat | CompletionFormat

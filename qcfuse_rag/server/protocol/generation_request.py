@@ -121,25 +121,19 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
 
     @abstractmethod
     def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> Prompt:
-        """Return a prompt.
-
-        Args:
-            engine: makes it.
-            passages: to put into it; None finds warmed passages in its text.
-            number: which of the prompts, counted from 0.
+        """Return one of the prompts, with these passages; None finds warmed passages in its text.
 
         Raises:
             QCFuseError: if there are passages and no place for them.
-            InvalidTemplate: if the model's chat template rejects the messages, does not show tools or does not read
-                one of the request's variables.
+            InvalidTemplate: if the model's chat template rejects the messages, shows no tools or reads no variable of
+                the request.
         """
 
     def to_response_format(self, *, shows_tools: bool = True) -> ResponseFormat | None:
         """Return the response format; None if the answer is text as it was decoded.
 
-        Args:
-            shows_tools: whether the model's chat template shows tools. If not, tools that need not be called are left
-                out: some clients send tools with every request.
+        If the chat template shows no tools, those that need not be called are left out: some clients send tools with
+        every request.
         """
         return None
 
@@ -176,12 +170,7 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
             raise QCFuseError(f"n is {self.n}, and answers without a temperature are equal; set temperature above 0")
 
     def sampling(self, most_tokens: int, fidelity: Fidelity = "fast") -> SamplingParams:
-        """Return the sampling settings; refuse more tokens than the server's limit.
-
-        Args:
-            most_tokens: the server's limit.
-            fidelity: of requests that name none.
-        """
+        """Return the sampling settings; refuse more tokens than the server's limit; `fidelity` is its default."""
         max_tokens = self.token_limit or min(self.DEFAULT_TOKENS, most_tokens)
         if max_tokens > most_tokens:
             raise QCFuseError(f"max_tokens is {max_tokens}, and this server gives at most {most_tokens}")
@@ -199,7 +188,7 @@ def _children(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-CHAT_FIELDS = (
+CHAT_FIELDS = {
     "messages",
     "documents",
     "tools",
@@ -208,7 +197,7 @@ CHAT_FIELDS = (
     "chat_template_kwargs",
     "reasoning_effort",
     "top_logprobs",
-)
+}
 
 
 class CompletionRequest(GenerationRequest):
@@ -226,10 +215,10 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
 
     def refuse_unsupported(self) -> None:
-        """Refuse unsupported fields and oversized values by the field's name, and drop the ignored fields."""
+        """Refuse unsupported fields and oversized values, and drop the ignored fields."""
         extra: dict[str, Any] = self.model_extra or {}
-        for name in CHAT_FIELDS:
-            if extra.get(name) not in OFF:
+        for name in CHAT_FIELDS & extra.keys():
+            if extra[name] not in OFF:
                 raise QCFuseError(f"{name} is a field of /v1/chat/completions, not of text completions; omit it")
         if not isinstance(self.prompt, str) and not all(isinstance(text, str) for text in self.prompt):
             raise QCFuseError("prompt has to be text; token ids are not supported")
