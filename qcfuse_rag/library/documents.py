@@ -54,13 +54,7 @@ def index_passages(
 ) -> None:
     """Embed the passages of new and changed documents, and save the index at intervals and at the end.
 
-    Args:
-        index: to bring up to date.
-        folder: of the index.
-        passages: of all documents, by source.
-        embed: returns `[N, D]` vectors of length 1.
-        at_once: passages to embed together, at least.
-        progress: called with passages `(done, total)`.
+    At least `at_once` passages are embedded together; `embed` returns `[N, D]` vectors of length 1.
     """
     indexed = index.by_source()
     changed = {source: texts for source, texts in passages.items() if indexed.get(source) != texts}
@@ -126,10 +120,6 @@ class ServedLibrary(Retriever):
     def embed(self, texts: Sequence[str], stopped: Callable[[], bool]) -> tuple[NDArray[np.float32], int]:
         """Embed texts for a client; questions of others are retrieved for in between.
 
-        Args:
-            texts: the texts; of each, the model reads as many tokens as it can.
-            stopped: whether to stop, asked every few texts.
-
         Returns:
             `[N, D]` vectors of length 1, of the first `N` texts if it was stopped, and the number of tokens read.
         """
@@ -164,12 +154,8 @@ class ServedLibrary(Retriever):
     def add(self, documents: Mapping[str, str], progress: Progress) -> dict[str, Any]:
         """Split documents into passages, index and warm them; a document of the same name is replaced.
 
-        Args:
-            documents: text by source, or by the short name of a document that is there.
-            progress: called with tokens `(done, total)` after every batch.
-
-        Returns:
-            The numbers of documents and passages, and what was warmed, as JSON-compatible data.
+        The text is by source, or by the short name of a document that is there. Returns the numbers of documents and
+        passages, and what was warmed, as JSON-compatible data.
 
         Raises:
             Busy: if another job changes the library.
@@ -198,10 +184,7 @@ class ServedLibrary(Retriever):
         return {"documents": len(passages), "passages": len(texts), **summary.to_dict()}
 
     def forget(self, source: str) -> dict[str, int]:
-        """Remove a document's caches and passages, also those that wait to be warmed; return the numbers removed.
-
-        Args:
-            source: the document's source, or its short name if no other document has it.
+        """Remove a document by its source or short name, also what waits to be warmed; return the numbers removed.
 
         Raises:
             Busy: if another job changes the library.

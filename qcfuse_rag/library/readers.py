@@ -84,18 +84,10 @@ def read_passages(
 
 
 def check_paths(paths: Iterable[Path], reader: str, skip: Sequence[Path], *, if_empty: str | None) -> None:
-    """Check the paths and the reader of a job before a model is loaded.
+    """Check the paths and the reader of a job before a model is loaded; see `read_passages`.
 
     Each folder is checked by itself: an empty folder may be a missing mount, and warming would forget its documents.
-
-    Args:
-        paths: see `read_passages`, as the next two.
-        reader: its name.
-        skip: folders to leave out.
-        if_empty: what to add to the error about a folder without text files; None accepts it.
-
-    Raises:
-        QCFuseError: if one of them cannot be read, or what reads it is not installed.
+    The error about it ends with `if_empty`; None accepts it.
     """
     if reader != FILES:
         load_reader(reader)
@@ -134,10 +126,7 @@ def find_files(paths: Iterable[Path], skip: Sequence[Path] = ()) -> Iterator[Pat
 
 
 def skipped_files(paths: Iterable[Path], skip: Sequence[Path] = ()) -> Iterator[str]:
-    """Yield messages about what `find_files` skips in folders: files of other types, and links to elsewhere.
-
-    Hidden files and folders are not mentioned, except links to text files, and neither are the folders `skip`.
-    """
+    """Yield messages on what `find_files` skips in folders, other than hidden files."""
     named = list(paths)
     resolved, skipped = [path.resolve() for path in named], [path.resolve() for path in skip]
     for folder in filter(Path.is_dir, named):

@@ -86,12 +86,7 @@ class LibrarySettings:
     def model_settings(
         self, *, model: str | None = None, dtype: str | None = None, weights: str | None = None
     ) -> dict[str, Any]:
-        """Return the model, its dtype and its format of weights that the library was warmed with; {} if none was.
-
-        Args:
-            model: the model that the user names; None or the library's own.
-            dtype: its dtype, likewise.
-            weights: its format of weights, likewise.
+        """Return the model, dtype and format of weights that the library was warmed with; {} if nothing was.
 
         Raises:
             QCFuseError: if the user names another one than the library has.

@@ -40,13 +40,7 @@ LOG = logging.getLogger(__name__)
 
 
 def answer_routes(backend: Backend, bodies: JsonBodies, max_documents: int) -> list[Route]:
-    """Return the two routes.
-
-    Args:
-        backend: answers.
-        bodies: reads and checks bodies.
-        max_documents: of one request.
-    """
+    """Return the two routes."""
 
     async def chat(request: Request) -> Response:
         chat_request = await bodies.read(request, ChatRequest)
@@ -144,12 +138,7 @@ async def event_stream(
 ) -> AsyncIterator[str]:
     """Yield server-sent events; a failure midway is an event too, and then no `[DONE]` follows.
 
-    Args:
-        first: the first event.
-        events: the next ones.
-        answer_format: what pieces look like.
-        header: fields of every chunk.
-        usage: end with the usage of the request and the report; the field is null before that.
+    With `usage` they end with the usage of the request and the report; the field is null before that.
     """
     no_usage = {"usage": None} if usage else {}
 

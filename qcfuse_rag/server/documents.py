@@ -39,13 +39,7 @@ class AddRequest(BaseModel):
 
 
 def document_routes(library: ServedLibrary | None, bodies: JsonBodies, max_documents: int) -> list[Route]:
-    """Return the routes.
-
-    Args:
-        library: clients may list its documents, and change them if it is editable; None refuses every request.
-        bodies: reads and checks bodies.
-        max_documents: of one request.
-    """
+    """Return the routes: clients may list a library's documents, and change them if it is editable."""
     jobs = CapacityLimiter(1)
 
     def editable() -> ServedLibrary:

@@ -36,14 +36,7 @@ NO_MODEL = "there is no embedding model here: serve a library of `qcfuse warm ru
 
 
 class EmbeddingsRequest(BaseModel):
-    """The body of a request for embeddings.
-
-    Attributes:
-        input: a text, or several.
-        model: the embedding model's name; None for that of the library.
-        encoding_format: numbers, or float32 in little-endian order as base64.
-        dimensions: not supported.
-    """
+    """The body of a request for embeddings: as numbers, or as float32 in little-endian order as base64."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -75,12 +68,7 @@ class EmbeddingsRequest(BaseModel):
 
 
 def embedding_route(library: ServedLibrary | None, bodies: JsonBodies) -> Route:
-    """Return the route.
-
-    Args:
-        library: whose embedding model is used; None refuses all.
-        bodies: reads and checks bodies.
-    """
+    """Return the route; without a library every request is refused."""
     jobs = CapacityLimiter(1)
 
     async def embed(request: Request) -> Response:
@@ -106,14 +94,7 @@ def embedding_route(library: ServedLibrary | None, bodies: JsonBodies) -> Route:
 def embedded(
     library: ServedLibrary, texts: list[str], encoding_format: str | None, stopped: Callable[[], bool]
 ) -> dict[str, Any]:
-    """Return the body of a response.
-
-    Args:
-        library: whose model embeds.
-        texts: the texts.
-        encoding_format: `base64`, or numbers.
-        stopped: whether nobody waits for the response any more; asked every few texts.
-    """
+    """Return the body of a response; `stopped` says whether nobody waits for it any more."""
     vectors, tokens = library.embed(texts, stopped)
     written: list[Any] = vectors.tolist()
     if encoding_format == "base64":

@@ -98,13 +98,7 @@ class ServerSettings:
 
 
 class LibraryServer:
-    """Answers over a library or a store with one engine.
-
-    Args:
-        engine: whose store is in `folder`; the caller closes it.
-        folder: of a library or a store.
-        settings: of the server.
-    """
+    """Answers over the folder of a library or a store with one engine, which the caller closes."""
 
     def __init__(self, engine: FusionEngine, folder: Path, settings: ServerSettings) -> None:
         self._engine, self._max_requests = engine, settings.waiting + SchedulerSettings().active

@@ -1,4 +1,4 @@
-"""The files of an index: a reader sees the old index or the new one, whatever happens while it is saved."""
+"""The files of an index, which are old or new whatever happens, and the log of what was retrieved from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library import index as module
-from qcfuse_rag.library.index import METADATA, IndexedPassage, PassageIndex
+from qcfuse_rag.library.index import METADATA, IndexedPassage, PassageIndex, RetrievalLog
 
 OLD = PassageIndex("M", [IndexedPassage("a", "old")], np.zeros((1, 2), np.float32))
 NEW = PassageIndex("M", [IndexedPassage("a", "new")], np.ones((1, 2), np.float32))
@@ -85,3 +85,51 @@ def test_text_that_cannot_be_written_leaves_no_part(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_atomically(tmp_path / "file", "half of a character: \ud800")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_it_counts_passages_and_returns_past_retrievals(tmp_path: Path) -> None:
+    log = RetrievalLog(tmp_path)
+    log.note(["a", "b"])
+    log.note(["b", "c", "gone"])
+    again = RetrievalLog(tmp_path)
+    assert again.counts(["a", "b", "c", "never"]) == [1, 2, 1, 0]
+    assert again.retrievals(["c", "b", "a"]) == [[2, 1], [1, 0]]
+
+
+def test_no_text_is_in_the_file(tmp_path: Path) -> None:
+    RetrievalLog(tmp_path).note(["the council meets"])
+    [file] = tmp_path.iterdir()
+    assert "council" not in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0, "for its owner only"
+
+
+def test_unreadable_lines_are_skipped(tmp_path: Path) -> None:
+    log = RetrievalLog(tmp_path)
+    log.note(["a"])
+    [file] = tmp_path.iterdir()
+    with file.open("ab") as end:
+        end.write(b'{"no": 1}\n[1]\n["half a\n\xff\xfe\n')
+    log.note(["a"])
+    assert log.counts(["a"]) == [2]
+
+
+def test_it_keeps_the_last_ones_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 6 * 37)  # a line of one passage has 37 bytes
+    log = RetrievalLog(tmp_path)
+    for text in "abcdefgh":
+        log.note([text])
+        [file] = tmp_path.iterdir()
+        assert file.stat().st_size <= 6 * 37
+    assert log.counts("abcdefgh") == [0, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_a_passage_of_two_documents_has_its_first_index(tmp_path: Path) -> None:
+    log = RetrievalLog(tmp_path)
+    log.note(["a", "b"])
+    assert log.retrievals(["a", "b", "a"]) == [[0, 1]]
+
+
+def test_an_unusable_folder_has_no_log(tmp_path: Path) -> None:
+    log = RetrievalLog(tmp_path / "missing")
+    log.note(["a"])
+    assert (log.counts(["a"]), log.retrievals(["a"])) == ([0], [])

@@ -33,7 +33,7 @@ from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import ASKED, JSON, ask, client, error
+from tests.support.serving import ASKED, JSON, ask, chunks_of, client, error, serving
 from tests.support.tool_templates import LOOK_UP, teach
 
 
@@ -68,19 +68,11 @@ async def test_documents_are_reused_and_the_answer_is_the_engines(
     assert body["fusion"]["fallback"] is None
 
 
-async def test_passages_are_found_in_messages(http: httpx.AsyncClient) -> None:
-    parts = [{"type": "text", "text": f"{PASSAGES[0]}\n\n"}, {"type": "text", "text": QUESTION}]
-    body = (await ask(http, documents=None, messages=[{"role": "user", "content": parts}])).json()
-    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-
-
 async def test_a_stream_is_the_answer_in_pieces(http: httpx.AsyncClient) -> None:
     whole = (await ask(http)).json()
     response = await ask(http, stream=True, stream_options={"include_usage": True})
     assert response.headers["content-type"].startswith("text/event-stream")
-    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
-    assert lines[-1] == "[DONE]"
-    chunks = [json.loads(line) for line in lines[:-1]]
+    chunks = chunks_of(response)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     assert deltas[0]["role"] == "assistant"
@@ -97,8 +89,7 @@ async def test_an_exact_answer_is_full_prefills(http: httpx.AsyncClient, engine:
     prompt, params = engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=12)
     expected = engine.generate(prompt, params, method=make_method("full"))
     if stream:
-        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
-        chunks = [json.loads(line) for line in lines[:-1]]
+        chunks = chunks_of(response)
         deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
         text, report = "".join(delta.get("content", "") for delta in deltas), chunks[-1]["fusion"]
     else:
@@ -108,12 +99,10 @@ async def test_an_exact_answer_is_full_prefills(http: httpx.AsyncClient, engine:
 
 
 async def test_the_server_has_a_fidelity_of_its_own_for_requests_without_one(engine: FusionEngine) -> None:
-    backend = EngineBackend(EngineHandle.wrap(engine), "tiny", fidelity="exact")
-    async with client(make_app(backend)) as http:
+    async with serving(engine, fidelity="exact") as http:
         verified = [(await ask(http, fidelity=own)).json()["fusion"]["verified_upto"] for own in (None, "fast")]
         assert verified == [12, None]
         assert "fidelity" in error(await ask(http, fidelity="slow"))
-    backend.close()
 
 
 @pytest.mark.slow
@@ -357,8 +346,8 @@ async def test_tokenising_ends_soon_beyond_the_window(
         return found
 
     monkeypatch.setattr(PromptBuilder, "_encoding", counting)
-    for module in ("engine", "recognition"):
-        monkeypatch.setattr(f"qcfuse_rag.engine.{module}.require_short", lambda *_: None)
+    for module in ("engine.engine", "prompts.recognition"):
+        monkeypatch.setattr(f"qcfuse_rag.{module}.require_short", lambda *_: None)
     text, user = sign * 100_000, {"role": "user", "content": "x"}
     some = [{"role": "user", "content": sign * 1_000}, {"role": "assistant", "content": "x"}] * 100
     for changes in (
@@ -446,24 +435,14 @@ async def test_who_comes_when_the_line_is_full_is_told_when_to_come_again(
     assert [response.status_code for response in responses if response not in refused] == [200] * 3
 
 
-async def test_what_fails_midway_is_an_event_and_no_end() -> None:
-    class Breaking:
-        name = "tiny"
-
-        def ready(self) -> str | None:
-            return None
-
-        async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
-            yield Piece("The ")
-            raise RuntimeError("out of memory, and more than a client should know")
-
-    async with client(make_app(Breaking())) as http:
-        text = (await ask(http, stream=True)).text
-        assert "[DONE]" not in text
-        assert json.loads(text.splitlines()[-2].removeprefix("data: "))["error"]["message"] == (
-            "the server failed: RuntimeError"
-        )
-
+@pytest.mark.parametrize(
+    ("failure", "code", "message"),
+    [
+        (RuntimeError("out of memory, and more than a client should know"), 500, "the server failed: RuntimeError"),
+        (Failure(502, "the replica was lost"), 502, "the replica was lost"),
+    ],
+)
+async def test_what_fails_midway_is_an_event_and_no_end(failure: Exception | Failure, code: int, message: str) -> None:
     class Failing:
         name = "tiny"
 
@@ -472,28 +451,19 @@ async def test_what_fails_midway_is_an_event_and_no_end() -> None:
 
         async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
             yield Piece("The ")
-            yield Failure(502, "the replica was lost")
+            if isinstance(failure, Exception):
+                raise failure
+            yield failure
 
     async with client(make_app(Failing())) as http:
         text = (await ask(http, stream=True)).text
         assert "[DONE]" not in text
-        assert json.loads(text.splitlines()[-2].removeprefix("data: "))["error"]["code"] == 502
-        assert (await ask(http)).status_code == 502
+        last = json.loads(text.splitlines()[-2].removeprefix("data: "))["error"]
+        assert (last["code"], last["message"]) == (code, message)
+        if code == 502:
+            assert (await ask(http)).status_code == 502
         health = await http.get("/healthz")
         assert (health.status_code, health.json()) == (503, {"status": "no replica"})
-
-
-async def test_a_reader_who_goes_ends_the_answer(backend: EngineBackend) -> None:
-    asked = ChatRequest(**{**ASKED, "max_tokens": 500})
-    events = backend.answer(asked)
-    await anext(events)
-    await events.aclose()
-    scheduler = backend._handle.scheduler
-    for _ in range(4000):
-        if scheduler.active == 0:
-            break
-        await asyncio.sleep(0.005)
-    assert scheduler.active == scheduler.waiting == 0
 
 
 def test_only_this_machine_is_let_in_without_a_token(run: Run, model_folder: str, tmp_path: Any) -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import httpx
 import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, SamplingParams, make_method
-from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.monitoring.explain import explain_prefill
-from qcfuse_rag.server.app import make_app
-from qcfuse_rag.server.backend import EngineBackend
 from tests.server.test_redact import SECRETS, Troubled
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import ask, client, error
+from tests.support.serving import ask, chunks_of, error, serving
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +52,7 @@ async def test_a_stream_ends_with_the_explanation(http: httpx.AsyncClient) -> No
     whole = (await ask(http, explain=True)).json()["explanation"]
     for options in (None, {"include_usage": True}):
         response = await ask(http, explain=True, stream=True, stream_options=options)
-        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
-        chunks: list[dict[str, Any]] = [json.loads(line) for line in lines[:-1]]
-        assert lines[-1] == "[DONE]"
+        chunks = chunks_of(response)
         assert chunks[-1]["explanation"]["sections"] == whole["sections"]
         assert [chunk for chunk in chunks if chunk.get("usage")] == chunks[-2:-1] * (options is not None)
 
@@ -70,9 +64,7 @@ async def test_only_requests_that_ask_get_an_explanation(http: httpx.AsyncClient
 
 
 async def test_an_explanation_withholds_what_the_report_does(llama: LanguageModel) -> None:
-    backend = EngineBackend(EngineHandle.wrap(make_engine(llama, Troubled())), "tiny")
-    async with client(make_app(backend)) as http:
+    async with serving(make_engine(llama, Troubled())) as http:
         response = await ask(http, explain=True)
-    backend.close()
     assert "cannot be reached." in response.text
     assert not any(secret in response.text for secret in SECRETS)

@@ -35,7 +35,7 @@ from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.library import HARBOUR, stored
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import JSON, ask, client, error, free_port, until
+from tests.support.serving import JSON, ask, chunks_of, client, error, free_port, serving, until
 
 NAMES = ["ferry.md", "hull.md", "mill.md"]
 
@@ -92,24 +92,9 @@ async def test_what_is_retrieved_is_answered_from_and_named(
 
 async def test_a_stream_names_the_documents_first(http: httpx.AsyncClient) -> None:
     whole = (await ask(http, documents="library")).json()
-    lines = (await ask(http, documents="library", stream=True)).text.splitlines()
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    chunks = chunks_of(await ask(http, documents="library", stream=True))
     assert chunks[0]["documents"] == whole["documents"]
     assert not any("documents" in chunk for chunk in chunks[1:])
-
-
-@pytest.mark.slow
-async def test_a_question_about_something_else_keeps_what_it_finds_by_itself(http: httpx.AsyncClient) -> None:
-    turns = [
-        {"role": "user", "content": "Who is the captain of the ferry to the island?"},
-        {"role": "assistant", "content": "Orla."},
-        {"role": "user", "content": "On which day of the week does the council meet?"},
-    ]
-    scores = []
-    for messages in (turns[2:], turns):
-        body = (await ask(http, documents="library", messages=messages)).json()
-        scores.append({document["source"]: document["score"] for document in body["documents"]}["mill.md"])
-    assert scores[1] >= scores[0] - 1e-5
 
 
 @pytest.mark.slow
@@ -122,38 +107,20 @@ async def test_a_follow_up_is_retrieved_for_behind_the_question_before_it(http: 
     assert scores[1] > scores[0] + 0.1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("documents", "retrieves"), [(None, True), ([], False), (PASSAGES[:1], False)])
-async def test_a_server_that_retrieves_by_default_leaves_given_documents(
-    engine: FusionEngine, library: ServedLibrary, documents: list[str] | None, retrieves: bool
-) -> None:
-    backend = EngineBackend(EngineHandle.wrap(engine), "tiny", library=library, retrieve=True)
-    async with client(make_app(backend)) as http:
-        assert ("documents" in (await ask(http, documents=documents)).json()) == retrieves
-    backend.close()
-
-
-async def test_a_conversation_without_a_question_is_not_retrieved_for(
+async def test_a_server_that_retrieves_by_default_leaves_what_clients_give(
     engine: FusionEngine, library: ServedLibrary
 ) -> None:
-    backend = EngineBackend(EngineHandle.wrap(engine), "tiny", library=library, retrieve=True)
-    async with client(make_app(backend)) as http:
-        messages = [{"role": "system", "content": "Say something."}]
-        assert (await ask(http, documents=None, messages=messages)).status_code == 200
-    backend.close()
-
-
-async def test_what_a_client_has_retrieved_itself_is_not_retrieved_for(
-    engine: FusionEngine, library: ServedLibrary
-) -> None:
-    """The server's passages would be those nearest to the client's instructions and passages."""
-    backend = EngineBackend(EngineHandle.wrap(engine), "tiny", library=library, retrieve=True)
-    async with client(make_app(backend)) as http:
-        content = f'<source id="1">{PASSAGES[0]}</source>\n{QUESTION}'
-        reply = (await ask(http, documents=None, messages=[{"role": "user", "content": content}])).json()
-    assert "documents" not in reply
-    assert [lookup["hit"] for lookup in reply["fusion"]["lookups"] if lookup["role"] == "chunk"] == [True]
-    backend.close()
+    """Given documents, none, a conversation without a question, and passages that a client has retrieved itself."""
+    own = [{"role": "user", "content": f'<source id="1">{PASSAGES[0]}</source>\n{QUESTION}'}]
+    system = [{"role": "system", "content": "Say something."}]
+    async with serving(engine, library=library, retrieve=True) as http:
+        assert "documents" in (await ask(http, documents=None)).json()
+        for changes in ({"documents": []}, {"documents": PASSAGES[:1]}, {"documents": None, "messages": system}):
+            reply = await ask(http, **changes)
+            assert (reply.status_code, "documents" in reply.json()) == (200, False)
+        reply = (await ask(http, documents=None, messages=own)).json()
+        assert "documents" not in reply
+        assert [lookup["hit"] for lookup in reply["fusion"]["lookups"] if lookup["role"] == "chunk"] == [True]
 
 
 async def test_a_request_without_documents_is_not_retrieved_for_unless_that_is_set(http: httpx.AsyncClient) -> None:
@@ -175,15 +142,13 @@ async def test_what_cannot_be_retrieved_is_refused(
 
 
 async def test_a_server_without_a_library_says_so(engine: FusionEngine) -> None:
-    backend = EngineBackend(EngineHandle.wrap(engine), "tiny")
-    async with client(make_app(backend)) as http:
+    async with serving(engine) as http:
         response = await ask(http, documents="library")
         assert (response.status_code, "does not retrieve" in error(response)) == (400, True)
         for refused in (await add(http, {"a.md": "x"}), await http.delete("/v1/documents/a.md")):
             assert (refused.status_code, "--editable" in error(refused)) == (403, True)
         listed = await http.get("/v1/documents")
         assert (listed.status_code, "serve a library" in error(listed)) == (404, True)
-    backend.close()
 
 
 async def test_documents_are_listed_by_short_names_with_their_passages(http: httpx.AsyncClient) -> None:
@@ -199,6 +164,7 @@ async def test_documents_are_listed_by_short_names_with_their_passages(http: htt
         ("hull.md", "hull.md"),
     ]
     assert documents[1]["passages"] > 1
+    assert (await http.delete("/v1/documents//docs/a/c.md")).json()["passages"] == 1
 
 
 async def test_a_library_that_is_not_editable_is_listed_and_left_as_it_is(
@@ -236,10 +202,7 @@ async def test_an_added_document_is_warm_and_retrieved(http: httpx.AsyncClient, 
 
 
 async def test_adding_tells_the_progress_if_asked(http: httpx.AsyncClient) -> None:
-    lines = (await add(http, {"harbour.md": HARBOUR}, stream=True)).text.splitlines()
-    events = [line.removeprefix("data: ") for line in lines if line]
-    assert events[-1] == "[DONE]"
-    *steps, summary = map(json.loads, events[:-1])
+    *steps, summary = chunks_of(await add(http, {"harbour.md": HARBOUR}, stream=True))
     assert steps[-1]["done"] == steps[-1]["total"] == summary["tokens"] > 0
 
 
@@ -258,15 +221,6 @@ def test_questions_are_retrieved_for_while_documents_are_added(
 
 def test_a_markdown_file_is_known_by_its_ending_in_capitals_too() -> None:
     assert [is_markdown(name) for name in ("a.md", "A.MD", "a.txt")] == [True, True, False]
-
-
-async def test_two_documents_of_one_name_are_refused(http: httpx.AsyncClient, folder: Path) -> None:
-    before = PassageIndex.load(folder).passages
-    listed = [{"source": "a.md", "text": text} for text in PASSAGES[:2]]
-    response = await http.post("/v1/documents", content=json.dumps({"documents": listed}), headers=JSON)
-    assert response.status_code == 400
-    assert "2 documents are named 'a.md'" in error(response)
-    assert PassageIndex.load(folder).passages == before
 
 
 async def test_adding_a_name_again_replaces_the_document(
@@ -303,11 +257,6 @@ async def test_a_log_that_cannot_be_written_leaves_the_index_that_is_on_disk(
     assert library.index.by_source() == PassageIndex.load(folder).by_source()
 
 
-async def test_names_may_have_slashes(http: httpx.AsyncClient) -> None:
-    await add(http, {"/docs/a b.md": HARBOUR})
-    assert (await http.delete("/v1/documents//docs/a%20b.md")).json()["passages"] == 1
-
-
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
@@ -315,6 +264,7 @@ async def test_names_may_have_slashes(http: httpx.AsyncClient) -> None:
         ({"documents": [{"source": "", "text": "x"}]}, 400, "documents.0.source"),
         ({"documents": [{"source": "a.md", "text": ""}]}, 400, "documents.0.text"),
         ({"documents": [{"source": "a.md", "text": " \n"}]}, 400, "a.md has no text"),
+        ({"documents": [{"source": "a.md", "text": "x"}] * 2}, 400, "2 documents are named 'a.md'"),
         ({"documents": [{"source": "a.md", "text": "x"}] * 4}, 400, "4 documents, and at most 3"),
     ],
 )
@@ -346,15 +296,12 @@ async def test_beside_another_job_nothing_changes(engine: FusionEngine, folder: 
         raise Busy("another job is warming")
         yield
 
-    library = ServedLibrary(folder, engine, changing=busy)
-    backend = EngineBackend(EngineHandle.wrap(engine), "tiny", library=library)
-    async with client(make_app(backend, library=library)) as http:
+    async with serving(engine, library=ServedLibrary(folder, engine, changing=busy)) as http:
         added = await add(http, {"a.md": "x"}, stream=stream)
         assert "another job is warming" in added.text
         assert added.status_code == (200 if stream else 409)
         assert (await http.delete("/v1/documents/mill.md")).status_code == 409
     assert len(PassageIndex.load(folder).passages) == 3
-    backend.close()
 
 
 async def test_questions_are_not_stored(http: httpx.AsyncClient, folder: Path) -> None:
@@ -519,7 +466,7 @@ async def test_a_document_is_known_by_its_short_name_too(
     index.replace({source: [text] for source, text in zip(sources, PASSAGES, strict=True)}, embedder(PASSAGES))
     index.save(folder)
     library = ServedLibrary(folder, engine)
-    async with client(make_app(EngineBackend(EngineHandle.wrap(engine), "tiny"), library=library)) as http:
+    async with serving(engine, library=library) as http:
         await add(http, {"mill.md": HARBOUR})
         listed = (await http.get("/v1/documents")).json()["data"]
         assert [document["source"] for document in listed] == sources

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import Any, ClassVar
 
@@ -156,7 +155,6 @@ class TestSeveralAnswers:
         assert sorted(response.status_code for response in full) == [200, 429]
         assert (await ask(http, n=8, temperature=1)).status_code == 200, "the places are free again"
 
-    @pytest.mark.slow
     async def test_a_reader_who_goes_ends_all(self, backend: EngineBackend) -> None:
         asked = ChatRequest(messages=MESSAGES, n=5, temperature=1, max_tokens=400)
         events = backend.answer(asked)
@@ -254,9 +252,7 @@ async def test_usage_is_null_until_the_last_piece_and_absent_if_not_asked_for(ht
     for path, asked in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "x"})):
         for options in (None, {"include_usage": True}):
             response = await post(http, path, **asked, max_tokens=3, stream=True, stream_options=options)
-            lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
-            assert lines[-1] == "[DONE]"
-            pieces = [json.loads(line) for line in lines[:-1]]
+            pieces = events_of(response)
             if options is None:
                 assert not any("usage" in piece for piece in pieces)
             else:

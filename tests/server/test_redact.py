@@ -14,7 +14,7 @@ from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES
-from tests.support.serving import ask, client
+from tests.support.serving import ask, serving
 
 REASONS = ("remote redis cannot be reached: Error 111 connecting to 10.1.2.3:6399", "cannot be read: [Errno 5] /srv/kv")
 SECRETS = ("10.1.2.3", "/srv/kv")
@@ -34,7 +34,7 @@ class Troubled(MemoryStore):
 async def test_clients_are_told_the_reason_and_the_log_the_rest(
     llama: LanguageModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = EngineBackend(EngineHandle.wrap(make_engine(llama, Troubled())), "tiny")
+    async with serving(make_engine(llama, Troubled())), "tiny")
     async with client(make_app(backend)) as http:
         response = await ask(http)
     backend.close()
@@ -62,9 +62,7 @@ async def test_clients_are_not_told_where_a_manifest_is(
         raise StoreError("cannot open /srv/kv/sources.db: unable to open database file")
 
     monkeypatch.setattr(engine.corpus.signatures, "find", away)
-    backend = EngineBackend(EngineHandle.wrap(engine), "tiny")
-    async with client(make_app(backend)) as http:
+    backend = EngineBackend(EngineHandle.wrap(engine) as http:
         response = await ask(http, documents=None)
-    backend.close()
     assert response.json()["fusion"]["fallback"] == "no passages were looked for"
     assert "/srv/kv/sources.db" in caplog.text

@@ -6,12 +6,17 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 from starlette.applications import Starlette
 
+from qcfuse_rag import FusionEngine
+from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.backend import EngineBackend
 from tests.support.passages import PASSAGES, QUESTION
 
 JSON = {"content-type": "application/json"}
@@ -24,6 +29,15 @@ def free_port() -> int:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
         return port
+
+
+@asynccontextmanager
+async def serving(engine: FusionEngine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve an engine as `tiny`; yield a client. The settings are those of the backend."""
+    backend = EngineBackend(EngineHandle.wrap(engine), "tiny", **settings)
+    async with client(make_app(backend, library=settings.get("library"))) as http:
+        yield http
+    backend.close()
 
 
 def client(app: Starlette, **headers: str) -> httpx.AsyncClient:
@@ -47,6 +61,13 @@ def error(response: httpx.Response) -> str:
     assert set(body) == {"message", "type", "param", "code"}
     message: str = body["message"]
     return message
+
+
+def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the events of a stream that came to its end."""
+    *lines, last = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert last == "[DONE]"
+    return [json.loads(line) for line in lines]
 
 
 async def until(true: Callable[[], object]) -> None:
