@@ -14,6 +14,7 @@ from qcfuse_rag.generation.logprobs import content_logprobs
 from qcfuse_rag.server.backend import EngineBackend, next_seed
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Piece
+from tests.support import serving
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
@@ -252,7 +253,7 @@ async def test_usage_is_null_until_the_last_piece_and_absent_if_not_asked_for(ht
     for path, asked in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "x"})):
         for options in (None, {"include_usage": True}):
             response = await post(http, path, **asked, max_tokens=3, stream=True, stream_options=options)
-            pieces = events_of(response)
+            pieces = serving.chunks_of(response)
             if options is None:
                 assert not any("usage" in piece for piece in pieces)
             else:

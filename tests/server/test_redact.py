@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
-from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.server.app import make_app
-from qcfuse_rag.server.backend import EngineBackend
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND
@@ -34,10 +31,8 @@ class Troubled(MemoryStore):
 async def test_clients_are_told_the_reason_and_the_log_the_rest(
     llama: LanguageModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(make_engine(llama, Troubled())), "tiny")
-    async with client(make_app(backend)) as http:
+    async with serving(make_engine(llama, Troubled())) as http:
         response = await ask(http)
-    backend.close()
     report = response.json()["fusion"]
     assert {lookup["reason"] for lookup in report["lookups"]} == {"remote redis cannot be reached", "cannot be read"}
     assert report["fallback"] == "3 of 3 passages computed in full: cannot be read; remote redis cannot be reached"
@@ -47,10 +42,8 @@ async def test_clients_are_told_the_reason_and_the_log_the_rest(
 
 async def test_what_is_not_stored_is_told_as_it_is(engine: FusionEngine, caplog: pytest.LogCaptureFixture) -> None:
     engine.warm(PASSAGES[:1], bases=[BLIND])
-    backend = EngineBackend(EngineHandle.wrap(engine), "tiny")
-    async with client(make_app(backend)) as http:
+    async with serving(engine) as http:
         report = (await ask(http)).json()["fusion"]
-    backend.close()
     assert report["fallback"] == "3 of 3 passages computed in full: absent; absent: stored blind, not framed"
     assert not caplog.records
 
@@ -62,7 +55,7 @@ async def test_clients_are_not_told_where_a_manifest_is(
         raise StoreError("cannot open /srv/kv/sources.db: unable to open database file")
 
     monkeypatch.setattr(engine.corpus.signatures, "find", away)
-    backend = EngineBackend(EngineHandle.wrap(engine) as http:
+    async with serving(engine) as http:
         response = await ask(http, documents=None)
     assert response.json()["fusion"]["fallback"] == "no passages were looked for"
     assert "/srv/kv/sources.db" in caplog.text
