@@ -158,9 +158,11 @@ class ChatRequest(GenerationRequest):
     def to_response_format(self, *, shows_tools: bool = True) -> ResponseFormat:
         """Return the response format, see `GenerationRequest`."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        choice = self.tool_choice
-        if isinstance(choice, ToolSpec):
-            choice = {"type": choice.type, "function": {"name": choice.function.name}}
+        choice: str | dict[str, Any] | None
+        if isinstance(self.tool_choice, ToolSpec):
+            choice = {"type": "function", "function": {"name": self.tool_choice.function.name}}
+        else:
+            choice = self.tool_choice
         given = ResponseFormat(tools, choice, self.response_format)
         return given if shows_tools or given.required_tools else replace(given, tools=())
 
