@@ -22,8 +22,7 @@ from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.generation.reasoning import Delta
 from qcfuse_rag.generation.response_format import ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
-from qcfuse_rag.prompts.builder import CHEAP_CHARACTERS, CHEAP_TOKENS, PromptBuilder
-from qcfuse_rag.prompts.chat_template import RenderedText
+from qcfuse_rag.prompts.builder import CHEAP_CHARACTERS, CHEAP_TOKENS, PromptTokenizer
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import MAX_PREPARING, EngineBackend
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
@@ -303,18 +302,13 @@ async def test_a_long_text_is_refused_before_it_is_tokenised(
 ) -> None:
     """Whatever the place, the bound counts characters against the longest tokens of the window."""
     encoded: list[int] = []
-    whole, text_ids = PromptBuilder.encode_whole, PromptBuilder._text_ids
+    encoding = PromptTokenizer._encoding
 
-    def encode_whole(self: PromptBuilder, rendered: RenderedText, *, begin: bool) -> Any:
-        encoded.append(len(rendered.text))
-        return whole(self, rendered, begin=begin)
-
-    def encode_text(self: PromptBuilder, text: str, **options: bool) -> tuple[int, ...]:
+    def counting(self: PromptTokenizer, core: Any, text: str, **options: Any) -> Any:
         encoded.append(len(text))
-        return text_ids(self, text, **options)
+        return encoding(self, core, text, **options)
 
-    monkeypatch.setattr(PromptBuilder, "encode_whole", encode_whole)
-    monkeypatch.setattr(PromptBuilder, "_text_ids", encode_text)
+    monkeypatch.setattr(PromptTokenizer, "_encoding", counting)
     limit = engine.lm.context_window.tokens * engine.prompts.tokens.longest_token
     text = "ferry " * max(limit // 5, CHEAP_CHARACTERS // 5)
     tool = {"function": {"name": "f", "description": text}}
@@ -338,16 +332,15 @@ async def test_tokenising_ends_soon_beyond_the_window(
 ) -> None:
     """Whatever the characters for each token: in one text, in many, in passages, in earlier messages."""
     encoded: list[int] = []
-    encoding = PromptBuilder._encoding
+    encoding = PromptTokenizer._encoding
 
-    def counting(self: PromptBuilder, core: Any, text: str, **options: Any) -> Any:
+    def counting(self: PromptTokenizer, core: Any, text: str, **options: Any) -> Any:
         found = encoding(self, core, text, **options)
         encoded.append(len(found))
         return found
 
-    monkeypatch.setattr(PromptBuilder, "_encoding", counting)
-    for module in ("engine.engine", "prompts.recognition"):
-        monkeypatch.setattr(f"qcfuse_rag.{module}.require_short", lambda *_: None)
+    monkeypatch.setattr(PromptTokenizer, "_encoding", counting)
+    monkeypatch.setattr(PromptTokenizer, "require_short", lambda *_: None)
     text, user = sign * 100_000, {"role": "user", "content": "x"}
     some = [{"role": "user", "content": sign * 1_000}, {"role": "assistant", "content": "x"}] * 100
     for changes in (
