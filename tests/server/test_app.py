@@ -208,7 +208,7 @@ async def test_a_client_who_goes_ends_the_request(backend: EngineBackend, stream
     scheduler = backend._handle.scheduler
     while scheduler.active == 0:
         await asyncio.sleep(0.001)
-    (answer,) = scheduler._active
+    (answer,) = [request.handle for request in scheduler._active]
     writer.close()
     while not answer.finished:
         await asyncio.sleep(0.01)
