@@ -10,7 +10,7 @@ from benchmarks.configurations import Configuration
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.similarity import nearest_chunks
-from qcfuse_rag.methods.captures.job import capture, covering_groups
+from qcfuse_rag.methods.captures.job import capture
 from qcfuse_rag.methods.fusionrag import NEIGHBOURS
 from qcfuse_rag.store.prefill_base import FRAMED, Base
 
@@ -140,3 +140,18 @@ def prepare(
 
     needed = dict.fromkeys(preparation_of(configuration) for configuration in configurations)
     return {preparation.name: run(preparation) for preparation in needed if preparation is not None}
+
+
+def covering_groups(neighbours: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """Return groups of related chunks in which every chunk follows others at least once.
+
+    These are the groups to capture before any retrieval is known. A chunk that no group contains yet is the last of a
+    new group of at most `size`, behind its nearest neighbours.
+    """
+    groups: list[list[int]] = []
+    covered: set[int] = set()
+    for chunk, related in enumerate(neighbours):
+        if chunk not in covered and related:
+            groups.append([*related[: size - 1], chunk])
+            covered.update(groups[-1][1:])
+    return groups

@@ -23,10 +23,6 @@ class MeanShift:
     share, plus noise; the mean over recomputed tokens estimates the shared part. Keys are compared unrotated, since
     rotation depends on the position. A token's weight is its early deviation relative to the mean of the chunk's
     recomputed tokens, at most 1.
-
-    Attributes:
-        keys: shift keys.
-        values: shift values.
     """
 
     keys: bool = True

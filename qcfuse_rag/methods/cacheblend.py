@@ -24,11 +24,6 @@ class GradualFilter:
     The share of tokens falls linearly from `1 + spread` to `1 - spread` times the budget's ratio, so that its mean over
     the filtered layers is the ratio (CacheBlend, arXiv 2405.16444, section 4.3, which gives the idea and no numbers).
     Near ratio 1 the spread narrows, since no share can exceed 1.
-
-    Attributes:
-        first_layer: last layer that computes all tokens, and first layer whose deviations are measured.
-        spread: largest difference of a share from the ratio, as a fraction of the ratio.
-        measure: the deviation of keys, values or both.
     """
 
     first_layer: int = 1

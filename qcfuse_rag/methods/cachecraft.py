@@ -57,11 +57,7 @@ class ClosestVariant:
     `alpha * min CCI`, or `alpha / 2` if the chunk was never captured. So it is placed if no captured cache has a
     relevant overlap.
 
-    Attributes:
-        alpha: factor of overheads; the paper fits it to a quality target per model. Overheads reach 1 only if it is
-            above 1.
-        slots: number of variants to try for each chunk.
-        refuse: compute a chunk in full if even its best cache has an overhead of 1.
+    With `refuse` a chunk is computed in full if even its best cache has an overhead of 1, which needs an alpha above 1.
     """
 
     alpha: float = 1.0

@@ -33,8 +33,7 @@ BEGUN = BegunBase("begun", after_prefix=False)
 class ChunkHeads:
     """The first tokens of every chunk, where a chunk that was prefilled alone has an attention sink.
 
-    Attributes:
-        n_tokens: tokens per chunk; None splits the budget in proportion to the chunks' lengths.
+    Without a number of tokens the budget is split in proportion to the chunks' lengths.
     """
 
     n_tokens: int | None = 16

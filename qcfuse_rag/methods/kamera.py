@@ -30,11 +30,6 @@ class StoredPatches:
     A patch of another context does harm. So a patch is added only if enough of what its chunk attended to at capture
     precedes the chunk now. One patch serves all orders of its context. Ties go to the patch with the fewest chunks
     that are in only one of the two contexts, then to the closest order. A whole difference serves as a patch too.
-
-    Attributes:
-        threshold: least overlap of contexts, by attention (see `captures.slots`). The paper asks for a
-            threshold but gives no value: this number is ours.
-        slots: number of patches to try for each chunk.
     """
 
     threshold: float = 0.5

@@ -32,11 +32,8 @@ class AnchorOffsets:
 
     A difference captured in the same context is added alone, which is exact.
 
-    Attributes:
-        gamma: compute the chunk in full if the entropy of the weights exceeds this share of its maximum, `log2` of the
-            number of anchors. A single anchor is always used, as published.
-        temperature: temperature of the softmax over negative distances.
-        anchors: largest number of differences to average.
+    The chunk is computed in full if the entropy of the weights exceeds the share `gamma` of its maximum, `log2` of the
+    number of anchors. A single anchor is always used, as published.
     """
 
     gamma: float = 0.3

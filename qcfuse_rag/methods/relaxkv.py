@@ -25,10 +25,6 @@ class NestedTokens:
 
     Importance is scaled to [0, 1] within each layer. A token chosen in layer l is computed in all layers below, because
     its hidden state depends on them, so the sets shrink with depth.
-
-    Attributes:
-        charge: the quantity that the budget limits: the tokens of one `layer`, as published, or the `average` number of
-            tokens computed over all layers, which makes the cost equal to other methods' with the same budget.
     """
 
     charge: Literal["layer", "average"] = "layer"
@@ -75,12 +71,7 @@ def _deepest(chosen: Tensor, layers: Tensor, candidates: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class NestedPasses:
-    """Ends each recomputed token behind the last layer that chose it.
-
-    Attributes:
-        tokens: chooses the tokens.
-        context: the reused tokens that recomputed tokens see: `all`, or only those `selected` with them.
-    """
+    """Ends each recomputed token behind the last layer that chose it."""
 
     tokens: NestedTokens
     context: Literal["selected", "all"]

@@ -83,13 +83,8 @@ class RelayRecompute:
     No hidden states are stored. So tokens also pass through the layers below `start`, where the stored keys and values
     stay. At `detect` the fresh keys and values of all tokens stay, since they are computed anyway.
 
-    Attributes:
-        layers: the layers to recompute; None derives them from the depth.
-        deviation: threshold on one minus the cosine of stored and fresh values, as a multiple of the mean.
-        influence: threshold on attention received, as a multiple of the mean.
-        suffix: number of tokens at the prompt's end whose attention counts.
-        fixed: choose as many tokens as the budget says, by their scores relative to the thresholds; and by default
-            recompute them in all layers, as a ratio means it in every method.
+    With `fixed` it chooses as many tokens as the budget says, by their scores relative to the thresholds. By default
+    it then recomputes them in all layers, as a ratio means it in every method.
     """
 
     layers: RelayLayers | None = None

@@ -26,7 +26,7 @@ from qcfuse_rag import (
 )
 from qcfuse_rag.library.folder import KV_FOLDER
 from qcfuse_rag.methods import all_bases, choose_method, default_method, find_base
-from qcfuse_rag.methods.captures.job import capture, capture_chunks
+from qcfuse_rag.methods.captures.job import capture_chunks
 from qcfuse_rag.methods.captures.slots import context_of, slot_key
 from qcfuse_rag.methods.epic import BEGUN
 from qcfuse_rag.methods.fusionrag import ENRICHED
@@ -37,6 +37,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED, Base
 from tests.support import seams
+from tests.support.captures import capture
 from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.passages import QUESTION
@@ -154,8 +155,8 @@ def test_an_attacker_gets_in_front_of_an_enriched_passage_by_words_alone(llama: 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_captured_caches_carry_what_stood_before_them(lm: LanguageModel, kind: str) -> None:
     clean, attacked = make_engine(lm, MemoryStore()), make_engine(lm, MemoryStore())
-    capture(clean.corpus.entry_writer(), [[OTHER, VICTIM]], keep=(kind,))
-    capture(attacked.corpus.entry_writer(), [[ATTACK, OTHER, VICTIM]], keep=(kind,))
+    capture(clean, [[OTHER, VICTIM]], keep=(kind,))
+    capture(attacked, [[ATTACK, OTHER, VICTIM]], keep=(kind,))
     assert not same(slot(clean, kind), slot(attacked, kind))
 
 
@@ -189,9 +190,9 @@ def worlds(lm: LanguageModel, store_victim_as_answer: Answer) -> tuple[FusionEng
     )
     warm_without_attacker(clean, bases)
     warm_with_attacker(attacked, bases)
-    capture(attacked.corpus.entry_writer(), [[OTHER, ATTACK, VICTIM]], keep=ALL_KINDS)
+    capture(attacked, [[OTHER, ATTACK, VICTIM]], keep=ALL_KINDS)
     store_victim_as_answer(attacked, attacked.prompt(QUESTION, [OTHER, ATTACK]))
-    capture(clean.corpus.entry_writer(), [[OTHER, VICTIM]], keep=ALL_KINDS)
+    capture(clean, [[OTHER, VICTIM]], keep=ALL_KINDS)
     store_victim_as_answer(clean, clean.prompt(QUESTION, [OTHER]))
     return clean, attacked
 
@@ -287,11 +288,11 @@ def test_another_tenants_documents_never_stand_before_ones_own(
     theirs = make_engine(llama, TenantStore(shared, name, SECRET))
     alone = make_engine(llama, MemoryStore())
     warm_with_attacker(theirs, (*SAFE_BASES, ENRICHED))
-    capture(theirs.corpus.entry_writer(), [[OTHER, ATTACK, VICTIM]], keep=ALL_KINDS)
+    capture(theirs, [[OTHER, ATTACK, VICTIM]], keep=ALL_KINDS)
     store_victim_as_answer(theirs, theirs.prompt(QUESTION, [OTHER, ATTACK]))
     for engine in (own, alone):
         engine.warm([VICTIM, OTHER], sources=["v", "o"], bases=(*SAFE_BASES, ENRICHED), batch_tokens=1)
-        capture(engine.corpus.entry_writer(), [[THIRD, VICTIM]], keep=ALL_KINDS)
+        capture(engine, [[THIRD, VICTIM]], keep=ALL_KINDS)
     methods = [make_method(name) for name in sorted(CARRYING_METHODS)]
     clean = [torch.equal(logits_of(own, method), logits_of(alone, method)) for method in methods]
     assert clean == [attacker == "another tenant"] * len(methods)
@@ -312,7 +313,7 @@ def test_documents_with_different_tags_never_stand_before_one_another(llama: Lan
         )
         warm_without_attacker(alone, (ENRICHED,))
         assert same(victim_under(engine, ENRICHED), victim_under(alone, ENRICHED)) == separate
-        captured = capture(engine.corpus.entry_writer(), [[ATTACK, VICTIM]]).captured
+        captured = capture(engine, [[ATTACK, VICTIM]]).captured
         assert captured == (0 if separate else 1)
 
 

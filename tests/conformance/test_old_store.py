@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Method, SamplingParams, make_method
-from qcfuse_rag.methods.captures.job import capture
 from qcfuse_rag.methods.captures.slots import context_of, fact
 from qcfuse_rag.methods.epic import BEGUN
 from qcfuse_rag.methods.fusionrag import ENRICHED
@@ -27,6 +26,7 @@ from qcfuse_rag.store.documents.manifest import manifest_damage
 from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED
 from tests.support import seams
+from tests.support.captures import capture
 from tests.support.engines import make_engine
 from tests.support.fixed_model import fixed_model, fixed_tokenizer
 
@@ -72,7 +72,7 @@ def new_engine(lm: LanguageModel) -> FusionEngine:
     """Return an engine over a store that this version warmed the same way."""
     engine = make_engine(lm, MemoryStore())
     engine.warm(PASSAGES, sources=SOURCES, bases=BASES, neighbours=NEIGHBOURS)
-    capture(engine.corpus.entry_writer(), [PASSAGES], keep=KINDS)
+    capture(engine, [PASSAGES], keep=KINDS)
     tokens = iter([*lm.tokenizer(ANSWER, add_special_tokens=False)["input_ids"], lm.tokenizer.eos_token_id])
     with pytest.MonkeyPatch.context() as patch:
         seams.sampler(patch, lambda params, lm: lambda *_: next(tokens))
@@ -119,7 +119,7 @@ def test_every_entry_is_the_one_that_would_be_written_today(old_engine: FusionEn
             for ours, theirs in zip(old.layer(layer), new.layer(layer), strict=True):
                 assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     assert old_engine.warm(PASSAGES, sources=SOURCES, bases=BASES, neighbours=NEIGHBOURS).warmed == 0
-    assert capture(old_engine.corpus.entry_writer(), [PASSAGES], keep=KINDS).captured == 0
+    assert capture(old_engine, [PASSAGES], keep=KINDS).captured == 0
 
 
 def test_its_manifest_is_read(old_engine: FusionEngine, tmp_path: Path) -> None:

@@ -60,10 +60,7 @@ def prompt(warmed: FusionEngine) -> Prompt:
 def test_all_rows_equal_the_models_own_forward(warmed: FusionEngine, prompt: Prompt) -> None:
     logits, table = references.plain_forward(warmed.lm, prompt.ids)
     done = warmed.prefill(prompt, method=make_method("full"))
-    assert error(done.logits, logits[-1]) <= TOLERANCE
-    for layer, (keys, values) in enumerate(table):
-        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
-        assert error(done.buffer.values[layer], values) <= TOLERANCE
+    references.assert_prefilled(done, logits[-1], table)
 
 
 def test_recomputing_every_reused_token_equals_full_prefill_too(warmed: FusionEngine, prompt: Prompt) -> None:
@@ -101,10 +98,7 @@ def test_selected_rows_equal_one_token_at_a_time(warmed: FusionEngine, prompt: P
     rows = [*done.report.selected, *range(prompt.chunks[-1].stop, len(prompt))]
     assert 0 < len(done.report.selected) < done.report.context_tokens
     logits, completed = references.sequential_fusion(warmed.lm, prompt.ids, rows, table)
-    assert error(done.logits, logits) <= TOLERANCE
-    for layer, (keys, values) in enumerate(completed):
-        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
-        assert error(done.buffer.values[layer], values) <= TOLERANCE
+    references.assert_prefilled(done, logits, completed)
 
 
 def test_a_framed_chunk_right_after_the_system_prefix_is_exact(warmed: FusionEngine) -> None:

@@ -11,11 +11,11 @@ import torch
 
 from qcfuse_rag import METHODS, FusionEngine, LanguageModel, MemoryStore, Method, Prompt, make_method
 from qcfuse_rag.fusion.selectors import SelectNone
-from qcfuse_rag.methods.captures.job import capture
 from qcfuse_rag.methods.epic import BEGUN
 from qcfuse_rag.methods.fusionrag import ENRICHED
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED, Base
 from tests.support import references
+from tests.support.captures import capture
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import error
@@ -42,7 +42,7 @@ def warm_all_kinds(family: LanguageModel) -> FusionEngine:
     engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND, FRAMED, PRIMED, BEGUN, ENRICHED))
     capture(
-        engine.corpus.entry_writer(),
+        engine,
         [PASSAGES, [PASSAGES[2], PASSAGES[0], PASSAGES[1]]],
         keep=("variant", "difference", "patch"),
     )
@@ -67,10 +67,7 @@ def prompt(warmed: FusionEngine) -> Prompt:
 def test_ratio_1_is_full_prefill(warmed: FusionEngine, prompt: Prompt, name: str, options: dict[str, str]) -> None:
     logits, table = references.plain_forward(warmed.lm, prompt.ids)
     done = warmed.prefill(prompt, method=fused(name, ratio=1.0, **options))
-    assert error(done.logits, logits[-1]) <= TOLERANCE
-    for layer, (keys, values) in enumerate(table):
-        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
-        assert error(done.buffer.values[layer], values) <= TOLERANCE
+    references.assert_prefilled(done, logits[-1], table)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value) if value else "")

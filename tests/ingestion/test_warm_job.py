@@ -24,7 +24,6 @@ from qcfuse_rag.ingestion.batches import batches_by_length, plan_batches
 from qcfuse_rag.ingestion.prefill import instruction_ids, prefill_chunk
 from qcfuse_rag.ingestion.target import PendingChunk, PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
-from qcfuse_rag.methods.captures.job import capture
 from qcfuse_rag.methods.captures.slots import context_of
 from qcfuse_rag.methods.fusionrag import ENRICHED
 from qcfuse_rag.store.chunk import ChunkKV
@@ -32,6 +31,7 @@ from qcfuse_rag.store.entry.codec import entry_bytes
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED
 from tests.support import seams
+from tests.support.captures import capture
 from tests.support.engines import METHOD, make_engine
 from tests.support.passages import PASSAGES
 
@@ -330,7 +330,7 @@ def test_bytes_are_counted_in_the_stores_format(llama: LanguageModel, numbers: s
     stored = {entry.address: entry.size_bytes for entry in engine.store.entries()}
     assert summary.size_bytes == sum(stored[key.address] for key in keys)
     before = sum(stored.values())
-    captured = capture(engine.corpus.entry_writer(), [PASSAGES])
+    captured = capture(engine, [PASSAGES])
     assert captured.size_bytes == engine.store.stats()[0].size_bytes - before
 
 

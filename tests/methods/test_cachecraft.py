@@ -13,7 +13,6 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_me
 from qcfuse_rag.fusion.report import FusionReport, Lookup
 from qcfuse_rag.methods.cachecraft import ClosestVariant, FocusedChunks
 from qcfuse_rag.methods.captures.attention import expected_overhead, prefix_overlap, worth_by_savings
-from qcfuse_rag.methods.captures.job import capture
 from qcfuse_rag.methods.captures.slots import Slot, context_of, fact, filled_slots
 from qcfuse_rag.methods.common import TopPerChunk
 from qcfuse_rag.store.backends.base import Miss
@@ -21,6 +20,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references
+from tests.support.captures import capture
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import error
@@ -34,7 +34,7 @@ D = "Mondays are quiet in the harbour, and the captain of the ferry paints her o
 def captured(engine: FusionEngine) -> FusionEngine:
     """Return an engine whose passages have met in several orders."""
     engine.warm([A, B, C, D], bases=(FRAMED,))
-    capture(engine.corpus.entry_writer(), [[A, B, C], [D, B], [B, A, D, C]])
+    capture(engine, [[A, B, C], [D, B], [B, A, D, C]])
     return engine
 
 
@@ -146,16 +146,13 @@ def test_each_passage_recomputes_as_many_tokens_as_it_demands_by_stored_attentio
     table = table_of(captured, prompt, [chunk for _, chunk in overheads(captured, prompt)])
     rows = [*chosen, *range(prompt.chunks[-1].stop, len(prompt))]
     logits, completed = references.sequential_fusion(captured.lm, prompt.ids, rows, table)
-    assert error(done.logits, logits) <= TOLERANCE
-    for layer, (keys, values) in enumerate(completed):
-        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
-        assert error(done.buffer.values[layer], values) <= TOLERANCE
+    references.assert_prefilled(done, logits, completed)
 
 
 def test_passages_in_their_captured_context_are_exact(family: LanguageModel) -> None:
     engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES, bases=(FRAMED,))
-    capture(engine.corpus.entry_writer(), [PASSAGES, [C, A]])
+    capture(engine, [PASSAGES, [C, A]])
     prompt = engine.prompt("What else?", PASSAGES)
     done = engine.prefill(prompt, method=make_method("cachecraft"))
     assert [lookup.note for lookup in chunk_lookups(done.report)[1:]] == ["variant-0, exact"] * 2
@@ -258,10 +255,7 @@ def test_recomputation_stops_in_passages_that_the_question_hardly_attends_to(
 
     assert set(done.report.selected) == set(started) - set(stopped)
     expected = references.whole_forward(lm, prompt.ids, table, [reused, reused, reused + stopped, reused + stopped])
-    assert error(done.logits, expected.logits) <= TOLERANCE
-    for layer, (keys, values) in enumerate(expected.table):
-        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
-        assert error(done.buffer.values[layer], values) <= TOLERANCE
+    references.assert_prefilled(done, expected.logits, expected.table)
     question = len(prompt) - prompt.chunks[-1].stop
     assert done.report.row_layers == 4 * (question + len(started)) - 2 * len(stopped)
 

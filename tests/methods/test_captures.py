@@ -14,7 +14,7 @@ from qcfuse_rag import DiskStore, FusionEngine, KVStore, LanguageModel, MemorySt
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.ingestion.prefill import prefill_chunk
 from qcfuse_rag.methods.captures import attention as statistics
-from qcfuse_rag.methods.captures.job import capture, capture_chunks
+from qcfuse_rag.methods.captures.job import capture_chunks
 from qcfuse_rag.methods.captures.slots import (
     Slot,
     SlotKind,
@@ -33,6 +33,7 @@ from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
 from tests.support import references
+from tests.support.captures import capture, slots_of
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -172,11 +173,6 @@ def slot(number: int, *neighbours: int, turn: float = 0.0) -> Slot:
     return Slot(number, slot_key("variant", number, FINGERPRINT, PREFIX_IDS, IDS), chunk, context(*neighbours))
 
 
-def filled(engine: FusionEngine, text: str, kind: SlotKind = "variant", slots: int = 5) -> list[Slot]:
-    ids = engine.prompts.chunk_ids(text)
-    return filled_slots(engine.store, kind, slots, engine.lm.fingerprint, engine.prompts.prefix_ids, ids)
-
-
 def test_the_keys_of_slots_differ_from_each_other_and_from_those_of_the_bases() -> None:
     kinds: list[SlotKind] = ["variant", "difference", "patch"]
     keys = [slot_key(kind, number, FINGERPRINT, PREFIX_IDS, IDS) for kind in kinds for number in range(3)]
@@ -235,9 +231,9 @@ def test_the_least_used_of_the_five_oldest_gives_way() -> None:
 
 
 def test_captured_groups_are_found_again_as_they_were_born(engine: FusionEngine, llama: LanguageModel) -> None:
-    summary = capture(engine.corpus.entry_writer(), [PASSAGES, [PASSAGES[2], PASSAGES[1]], PASSAGES[:1], []])
+    summary = capture(engine, [PASSAGES, [PASSAGES[2], PASSAGES[1]], PASSAGES[:1], []])
     assert (summary.groups, summary.captured, summary.present, summary.failed) == (4, 3, 0, ())
-    first, other = filled(engine, PASSAGES[1])
+    first, other = slots_of(engine, PASSAGES[1])
     hashes = [hash_ids(engine.prompts.chunk_ids(text)) for text in PASSAGES]
     assert (first.context, other.context) == ((hashes[0],), (hashes[2],))
     assert (first.turn, other.turn) == (0.0, 1.0)
@@ -245,38 +241,38 @@ def test_captured_groups_are_found_again_as_they_were_born(engine: FusionEngine,
     expected = capture_chunks(llama, prompt.prefix_ids, [span.segment.stored_ids for span in prompt.chunks])[0]
     for name in expected.names():
         assert torch.equal(first.chunk.blocks[name], expected.blocks[name])
-    assert filled(engine, PASSAGES[0]) == [], "the first of a group was prefilled behind the system prefix alone"
+    assert slots_of(engine, PASSAGES[0]) == [], "the first of a group was prefilled behind the system prefix alone"
     assert summary.size_bytes == sum(entry.size_bytes for entry in engine.store.entries())
 
 
 def test_what_is_kept_already_is_not_computed_again(engine: FusionEngine) -> None:
-    capture(engine.corpus.entry_writer(), [PASSAGES])
-    again = capture(engine.corpus.entry_writer(), [PASSAGES, PASSAGES[:2]])
+    capture(engine, [PASSAGES])
+    again = capture(engine, [PASSAGES, PASSAGES[:2]])
     assert (again.captured, again.present, again.tokens) == (0, 3, 0)
-    with_patches = capture(engine.corpus.entry_writer(), [PASSAGES], keep=("variant", "patch"))
+    with_patches = capture(engine, [PASSAGES], keep=("variant", "patch"))
     assert (with_patches.captured, with_patches.present) == (2, 2)
-    assert capture(engine.corpus.entry_writer(), [PASSAGES], keep=("patch",), rank=16).captured == 2, "of another rank"
+    assert capture(engine, [PASSAGES], keep=("patch",), rank=16).captured == 2, "of another rank"
 
 
 def test_no_more_contexts_are_kept_than_there_are_slots_and_the_used_ones_stay(engine: FusionEngine) -> None:
-    capture(engine.corpus.entry_writer(), [[PASSAGES[0], PASSAGES[2]], [PASSAGES[1], PASSAGES[2]]], variants=2)
-    oldest, _ = filled(engine, PASSAGES[2])
+    capture(engine, [[PASSAGES[0], PASSAGES[2]], [PASSAGES[1], PASSAGES[2]]], variants=2)
+    oldest, _ = slots_of(engine, PASSAGES[2])
     engine.store.get(oldest.key)
-    capture(engine.corpus.entry_writer(), [PASSAGES], variants=2)
-    kept, newest = filled(engine, PASSAGES[2])
+    capture(engine, [PASSAGES], variants=2)
+    kept, newest = slots_of(engine, PASSAGES[2])
     assert kept.context == oldest.context
     assert len(newest.context) == 2
     assert newest.turn == 2.0
 
 
 def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine: FusionEngine) -> None:
-    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("variant", "difference", "patch"), rank=64)
+    capture(engine, [PASSAGES], keep=("variant", "difference", "patch"), rank=64)
     ids = engine.prompts.chunk_ids(PASSAGES[2])
     framed = engine.store.get(FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, ids))
     assert isinstance(framed, ChunkKV)
-    [captured] = filled(engine, PASSAGES[2])
+    [captured] = slots_of(engine, PASSAGES[2])
     for kind, numbers in (("difference", "model"), ("patch", "rank64")):
-        [kept] = filled(engine, PASSAGES[2], kind)  # type: ignore[arg-type]
+        [kept] = slots_of(engine, PASSAGES[2], kind)  # type: ignore[arg-type]
         assert (kept.chunk.numbers, kept.context, kept.chunk.extras) == (numbers, captured.context, ("inter",))
         assert fact(kept.chunk, "cci") == fact(captured.chunk, "cci")
         for layer in range(engine.lm.n_layers):
@@ -287,7 +283,7 @@ def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine:
 
 
 def test_a_group_beyond_the_window_is_told_of_and_the_others_are_captured(engine: FusionEngine) -> None:
-    summary = capture(engine.corpus.entry_writer(), [[PASSAGES[0] * 20, PASSAGES[1] * 20], PASSAGES[:2]])
+    summary = capture(engine, [[PASSAGES[0] * 20, PASSAGES[1] * 20], PASSAGES[:2]])
     assert summary.captured == 1
     [(index, reason)] = summary.failed
     assert index == 0
@@ -302,7 +298,7 @@ def test_no_difference_is_kept_where_there_is_no_room_for_what_it_is_to(llama: L
             return Miss("absent")
 
     engine = make_engine(llama, Forgetful())
-    summary = capture(engine.corpus.entry_writer(), [PASSAGES[:2]], keep=("patch",))
+    summary = capture(engine, [PASSAGES[:2]], keep=("patch",))
     assert summary.captured == 0
     assert "no difference to it can" in summary.failed[0][1]
 
@@ -318,71 +314,71 @@ def test_no_difference_is_kept_where_there_is_no_room_for_what_it_is_to(llama: L
 )
 def test_what_cannot_be_kept_is_refused_by_name(engine: FusionEngine, wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        capture(engine.corpus.entry_writer(), [PASSAGES], **wrong)  # type: ignore[arg-type]
+        capture(engine, [PASSAGES], **wrong)  # type: ignore[arg-type]
 
 
 def test_tenants_have_slots_of_their_own(llama: LanguageModel) -> None:
     shared: KVStore = MemoryStore()
     first, other = (make_engine(llama, TenantStore(shared, name, bytes(16))) for name in ("one", "other"))
-    capture(first.corpus.entry_writer(), [PASSAGES])
-    assert len(filled(first, PASSAGES[1])) == 1
-    assert filled(other, PASSAGES[1]) == []
+    capture(first, [PASSAGES])
+    assert len(slots_of(first, PASSAGES[1])) == 1
+    assert slots_of(other, PASSAGES[1]) == []
 
 
 def test_a_forgotten_document_takes_along_what_was_born_behind_its_passages(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
-    capture(engine.corpus.entry_writer(), [PASSAGES, PASSAGES[1:]], keep=("variant", "patch"))
-    assert [len(filled(engine, text)) for text in PASSAGES] == [0, 1, 2]
+    capture(engine, [PASSAGES, PASSAGES[1:]], keep=("variant", "patch"))
+    assert [len(slots_of(engine, text)) for text in PASSAGES] == [0, 1, 2]
     engine.forget("ferry")
-    assert filled(engine, PASSAGES[1]) == filled(engine, PASSAGES[1], "patch") == []
-    [left] = filled(engine, PASSAGES[2])
+    assert slots_of(engine, PASSAGES[1]) == slots_of(engine, PASSAGES[1], "patch") == []
+    [left] = slots_of(engine, PASSAGES[2])
     assert left.context == (hash_ids(engine.prompts.chunk_ids(PASSAGES[1])),)
     engine.forget("mill")
-    assert filled(engine, PASSAGES[2]) == filled(engine, PASSAGES[2], "patch") == []
+    assert slots_of(engine, PASSAGES[2]) == slots_of(engine, PASSAGES[2], "patch") == []
 
 
 def test_a_passage_that_another_document_has_too_keeps_what_was_born_behind_it(engine: FusionEngine) -> None:
     engine.warm([*PASSAGES, PASSAGES[0]], sources=["ferry", "paint", "mill", "copy"])
-    capture(engine.corpus.entry_writer(), [PASSAGES])
+    capture(engine, [PASSAGES])
     engine.forget("ferry")
-    assert len(filled(engine, PASSAGES[1])) == 1
+    assert len(slots_of(engine, PASSAGES[1])) == 1
     engine.forget("copy")
-    assert filled(engine, PASSAGES[1]) == []
+    assert slots_of(engine, PASSAGES[1]) == []
 
 
 def test_a_passage_warmed_only_to_differ_from_it_goes_with_its_document(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=[BLIND], sources=["ferry", "paint", "mill"])
-    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("patch",))
+    capture(engine, [PASSAGES], keep=("patch",))
     framed = FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(PASSAGES[2]))
     assert framed in engine.store
     engine.forget("mill")
     assert framed not in engine.store
-    assert len(filled(engine, PASSAGES[1], "patch")) == 1
+    assert len(slots_of(engine, PASSAGES[1], "patch")) == 1
 
 
 def test_a_slot_written_anew_goes_with_its_new_context_and_not_with_the_old(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
-    capture(engine.corpus.entry_writer(), [[PASSAGES[0], PASSAGES[2]]], variants=1)
-    capture(engine.corpus.entry_writer(), [[PASSAGES[1], PASSAGES[2]]], variants=1)
+    capture(engine, [[PASSAGES[0], PASSAGES[2]]], variants=1)
+    capture(engine, [[PASSAGES[1], PASSAGES[2]]], variants=1)
     engine.forget("ferry")
-    assert len(filled(engine, PASSAGES[2])) == 1
+    assert len(slots_of(engine, PASSAGES[2])) == 1
     engine.forget("paint")
-    assert filled(engine, PASSAGES[2]) == []
+    assert slots_of(engine, PASSAGES[2]) == []
 
 
 def test_what_was_forgotten_can_be_captured_again(engine: FusionEngine) -> None:
     for _ in range(2):
         engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
-        assert capture(engine.corpus.entry_writer(), [PASSAGES]).captured == 2
+        assert capture(engine, [PASSAGES]).captured == 2
         engine.forget("ferry")
     assert engine.corpus.open_sources().garbage.collect() == 0
 
 
 def test_a_forgotten_document_takes_along_what_was_captured_beside_another_ranking(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=[ranked(BLIND, "kvzip")], sources=["ferry", "paint", "mill"])
-    capture(engine.corpus.entry_writer(), [PASSAGES])
+    capture(engine, [PASSAGES])
     engine.forget("ferry")
-    assert filled(engine, PASSAGES[1]) == filled(engine, PASSAGES[2]) == []
+    assert slots_of(engine, PASSAGES[1]) == slots_of(engine, PASSAGES[2]) == []
 
 
 def test_a_fault_in_a_capture_is_raised_and_is_no_reason_of_a_group(
@@ -393,4 +389,4 @@ def test_a_fault_in_a_capture_is_raised_and_is_no_reason_of_a_group(
 
     monkeypatch.setattr("qcfuse_rag.methods.captures.job.capture_chunks", faulty)
     with pytest.raises(KeyError, match="layer"):
-        capture(engine.corpus.entry_writer(), [PASSAGES])
+        capture(engine, [PASSAGES])

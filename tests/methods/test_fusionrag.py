@@ -14,7 +14,6 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, choose_
 from qcfuse_rag.ingestion.prefill import instruction_ids, prefill_chunk, prefill_chunks
 from qcfuse_rag.ingestion.similarity import nearest_chunks, token_vectors
 from qcfuse_rag.methods import find_base
-from qcfuse_rag.methods.captures.job import covering_groups
 from qcfuse_rag.methods.epic import BEGUN
 from qcfuse_rag.methods.fusionrag import ENRICHED, fit_neighbours, retrieved_together
 from qcfuse_rag.methods.qcfuse.anchors import Ranking, ranked
@@ -295,15 +294,6 @@ def test_the_prompt_decides_nothing_about_enriched_keys(engine: FusionEngine) ->
     engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[1], [2], [0]])
     for prompt in prompts:
         assert engine.prefill(prompt, method=make_method("fusionrag")).report.fallback is None
-
-
-def test_groups_to_capture_put_every_chunk_behind_others() -> None:
-    related = nearest_chunks(np.random.default_rng(1).normal(size=(50, 4)).astype(np.float32), 10)
-    groups = covering_groups(related, 4)
-    assert {chunk for group in groups for chunk in group[1:]} == set(range(50))
-    assert all(len(set(group)) == 4 for group in groups)
-    assert len(groups) < 40, "not a group for each"
-    assert covering_groups([[]], 4) == []
 
 
 def test_a_forgotten_document_takes_along_the_enriched_caches_of_its_neighbours(engine: FusionEngine) -> None:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
-from qcfuse_rag.methods.captures.job import capture
 from qcfuse_rag.methods.captures.slots import (
     Slot,
     add_differences,
     attention_mass,
     context_distance,
     context_overlap,
-    filled_slots,
     kendall_distance,
     slot_key,
 )
@@ -27,6 +25,7 @@ from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
 from tests.support import references
+from tests.support.captures import capture, slots_of
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import error
@@ -109,15 +108,12 @@ def test_a_sum_equals_the_sum_of_its_parts_whole_and_in_ranges_in_every_number_f
 def test_a_patch_of_full_rank_in_its_own_context_is_full_prefill(family: LanguageModel) -> None:
     engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES)
-    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("patch",), rank=64)
+    capture(engine, [PASSAGES], keep=("patch",), rank=64)
     prompt = engine.prompt(QUESTION, PASSAGES)
     logits, table = references.plain_forward(family, prompt.ids)
     done = engine.prefill(prompt, method=make_method("kamera"))
     assert done.report.reused_tokens == prompt.chunks[-1].stop
-    assert error(done.logits, logits[-1]) <= TOLERANCE
-    for layer, (keys, values) in enumerate(table):
-        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
-        assert error(done.buffer.values[layer], values) <= TOLERANCE
+    references.assert_prefilled(done, logits[-1], table)
     plain = engine.prefill(prompt, method=make_method("reuse"))
     assert error(plain.logits, logits[-1]) > 100 * TOLERANCE, "patches must matter here, or this test could not fail"
 
@@ -125,7 +121,7 @@ def test_a_patch_of_full_rank_in_its_own_context_is_full_prefill(family: Languag
 def test_a_patch_is_the_truncated_singular_value_decomposition_of_the_context_difference(
     engine: FusionEngine,
 ) -> None:
-    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("patch",), rank=4)
+    capture(engine, [PASSAGES], keep=("patch",), rank=4)
     engine.warm(PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
     done = engine.prefill(prompt, method=make_method("kamera"))
@@ -146,7 +142,7 @@ def test_a_patch_is_the_truncated_singular_value_decomposition_of_the_context_di
 
 def test_a_patch_of_another_context_is_not_added(engine: FusionEngine) -> None:
     engine.warm([*PASSAGES, "Something else."])
-    capture(engine.corpus.entry_writer(), [PASSAGES[:2]], keep=("patch",))
+    capture(engine, [PASSAGES[:2]], keep=("patch",))
     stale = engine.prompt(QUESTION, ["Something else.", PASSAGES[1]])
     assert notes(engine, stale) == [None, "no patch fits, best overlap 0.00"]
     patched, plain = (engine.prefill(stale, method=make_method(name)) for name in ("kamera", "reuse"))
@@ -156,15 +152,8 @@ def test_a_patch_of_another_context_is_not_added(engine: FusionEngine) -> None:
 
 def test_the_threshold_is_the_least_overlap_of_contexts(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
-    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("patch",))
-    [patch] = filled_slots(
-        engine.store,
-        "patch",
-        5,
-        engine.lm.fingerprint,
-        engine.prompts.prefix_ids,
-        engine.prompts.chunk_ids(PASSAGES[2]),
-    )
+    capture(engine, [PASSAGES], keep=("patch",))
+    [patch] = slots_of(engine, PASSAGES[2], "patch")
     prompt = engine.prompt(QUESTION, PASSAGES[1:])
     share = context_overlap(patch, (hash_ids(engine.prompts.chunk_ids(PASSAGES[1])),))
     assert 0.0 < share < 1.0
@@ -176,7 +165,7 @@ def test_the_threshold_is_the_least_overlap_of_contexts(engine: FusionEngine) ->
 def test_ties_go_to_the_patch_whose_context_differs_in_the_fewest_chunks(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
     capture(
-        engine.corpus.entry_writer(),
+        engine,
         [[PASSAGES[0], PASSAGES[2]], PASSAGES, [PASSAGES[1], PASSAGES[0], PASSAGES[2]]],
         keep=("patch",),
     )
@@ -188,7 +177,7 @@ def test_ties_go_to_the_patch_whose_context_differs_in_the_fewest_chunks(engine:
 
 def test_no_patch_applies_behind_a_conversation(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
-    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("patch",))
+    capture(engine, [PASSAGES], keep=("patch",))
     prompt = engine.prompt(QUESTION, PASSAGES, history=[("user", "Hello."), ("assistant", "Hello.")])
     assert notes(engine, prompt) == ["no patch applies, since text other than passages precedes the chunk"] * 3
 
@@ -202,15 +191,8 @@ def test_a_damaged_patch_is_discarded_and_the_cache_is_used_without_it(engine: F
             raise CorruptEntry(f"checksum of block {name} differs")
 
     engine.warm(PASSAGES)
-    capture(engine.corpus.entry_writer(), [PASSAGES[:2]], keep=("patch",))
-    [patch] = filled_slots(
-        engine.store,
-        "patch",
-        5,
-        engine.lm.fingerprint,
-        engine.prompts.prefix_ids,
-        engine.prompts.chunk_ids(PASSAGES[1]),
-    )
+    capture(engine, [PASSAGES[:2]], keep=("patch",))
+    [patch] = slots_of(engine, PASSAGES[1], "patch")
     blocks: Blocks = Damaged({})
     engine.store._entries[patch.key.address].chunk = replace(patch.chunk, blocks=blocks)  # type: ignore[attr-defined]
     prompt = engine.prompt(QUESTION, PASSAGES[:2])

@@ -8,23 +8,18 @@ import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
 from qcfuse_rag.fusion.report import Lookup
-from qcfuse_rag.methods.captures.job import capture
-from qcfuse_rag.methods.captures.slots import Slot, context_distance, filled_slots
+from qcfuse_rag.methods.captures.slots import context_distance
 from qcfuse_rag.methods.kvcomm import AnchorOffsets
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references
+from tests.support.captures import capture, slots_of
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import error
 
 TOLERANCE = 1e-4
 OTHERS = ["Nobody rows to the island in winter.", "The mill wheel turns again; its keeper is paid by the council."]
-
-
-def anchors(engine: FusionEngine, text: str) -> list[Slot]:
-    chunk = (engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(text))
-    return filled_slots(engine.store, "difference", 20, *chunk)
 
 
 def last(engine: FusionEngine, prompt: Prompt, **options: float) -> Lookup:
@@ -37,7 +32,7 @@ def two_anchors(engine: FusionEngine) -> FusionEngine:
     """Return an engine whose last passage was captured twice, each time behind one other passage."""
     engine.warm([*PASSAGES, *OTHERS])
     capture(
-        engine.corpus.entry_writer(),
+        engine,
         [[OTHERS[0], PASSAGES[2]], [PASSAGES[0], PASSAGES[2]]],
         keep=("difference",),
         variants=20,
@@ -54,15 +49,12 @@ def test_published_defaults() -> None:
 def test_the_difference_of_the_same_context_gives_full_prefill(family: LanguageModel) -> None:
     engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES)
-    capture(engine.corpus.entry_writer(), [PASSAGES, [PASSAGES[0], PASSAGES[2]]], keep=("difference",))
+    capture(engine, [PASSAGES, [PASSAGES[0], PASSAGES[2]]], keep=("difference",))
     prompt = engine.prompt(QUESTION, PASSAGES)
     logits, table = references.plain_forward(family, prompt.ids)
     done = engine.prefill(prompt, method=make_method("kvcomm"))
     assert done.report.reused_tokens == prompt.chunks[-1].stop
-    assert error(done.logits, logits[-1]) <= TOLERANCE
-    for layer, (keys, values) in enumerate(table):
-        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
-        assert error(done.buffer.values[layer], values) <= TOLERANCE
+    references.assert_prefilled(done, logits[-1], table)
 
 
 def test_without_an_anchor_a_passage_is_computed_in_full(engine: FusionEngine) -> None:
@@ -80,7 +72,7 @@ def test_without_an_anchor_a_passage_is_computed_in_full(engine: FusionEngine) -
 
 def test_a_single_anchor_is_added_in_any_context(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
-    capture(engine.corpus.entry_writer(), [[PASSAGES[0], PASSAGES[2]]], keep=("difference",))
+    capture(engine, [[PASSAGES[0], PASSAGES[2]]], keep=("difference",))
     prompt = engine.prompt(QUESTION, PASSAGES[1:])
     assert last(engine, prompt).note == "1 of 1 anchors, entropy 0.00 bits"
 
@@ -90,7 +82,7 @@ def test_an_average_weighs_anchors_by_the_distance_of_their_contexts(two_anchors
     engine = two_anchors
     prompt = engine.prompt(QUESTION, [PASSAGES[0], OTHERS[1], PASSAGES[2]])
     now = tuple(hash_ids(span.segment.ids) for span in prompt.chunks[:2])
-    distances = [context_distance(anchor, now) for anchor in anchors(engine, PASSAGES[2])]
+    distances = [context_distance(anchor, now) for anchor in slots_of(engine, PASSAGES[2], "difference")]
     factors = [math.exp(-distance / 15) for distance in distances]
     weights = [factor / sum(factors) for factor in factors]
     assert weights[1] > weights[0] > 0.1, "both must matter here"
@@ -110,7 +102,7 @@ def test_an_average_weighs_anchors_by_the_distance_of_their_contexts(two_anchors
 def test_a_passage_is_computed_if_its_anchors_are_equally_far(two_anchors: FusionEngine) -> None:
     prompt = two_anchors.prompt(QUESTION, [OTHERS[1], PASSAGES[2]])
     now = (hash_ids(prompt.chunks[0].segment.ids),)
-    distances = [context_distance(anchor, now) for anchor in anchors(two_anchors, PASSAGES[2])]
+    distances = [context_distance(anchor, now) for anchor in slots_of(two_anchors, PASSAGES[2], "difference")]
     first = 1 / (1 + math.exp((distances[0] - distances[1]) / 50))
     entropy = -sum(p * math.log2(p) for p in (first, 1 - first))
     strict, lax = (
@@ -126,7 +118,7 @@ def test_anchors_with_negligible_weight_are_not_read(two_anchors: FusionEngine) 
     prompt = two_anchors.prompt(QUESTION, [PASSAGES[0], OTHERS[1], PASSAGES[2]])
     two_anchors.prefill(prompt, method=make_method("kvcomm", gamma=1.0, temperature=0.05))
     uses = {entry.address: entry.uses or 0.0 for entry in two_anchors.store.entries()}
-    far, near = (uses[anchor.key.address] for anchor in anchors(two_anchors, PASSAGES[2]))
+    far, near = (uses[anchor.key.address] for anchor in slots_of(two_anchors, PASSAGES[2], "difference"))
     assert near > far
 
 

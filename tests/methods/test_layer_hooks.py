@@ -73,10 +73,7 @@ def test_relaxkv_recomputes_the_choices_of_all_later_layers(warmed: FusionEngine
         visible=seen_by_selected,
     )
     logits, table = references.layerwise_fusion(lm, prompt.ids, rest(prompt), table)
-    assert float((done.logits - logits).abs().max()) <= TOLERANCE
-    for layer, (keys, values) in enumerate(table):
-        assert float((done.buffer.keys[layer] - keys).abs().max()) <= TOLERANCE
-        assert float((done.buffer.values[layer] - values).abs().max()) <= TOLERANCE
+    references.assert_prefilled(done, logits, table)
     probe = prompt.spans[-2].stop - prompt.chunks[-1].stop
     paid = sum(last + 1 for last in until.values()) + (len(rest(prompt)) + probe) * lm.n_layers
     assert done.report.row_layers == paid
@@ -124,10 +121,7 @@ def test_cacheblend_filters_by_deviation_from_layer_to_layer(warmed: FusionEngin
     )
     assert [*done.report.selected, *rest(prompt)] == left
     assert len(done.report.selected) == counts[3]
-    assert float((done.logits - logits).abs().max()) <= TOLERANCE
-    for layer, (keys, values) in enumerate(table):
-        assert float((done.buffer.keys[layer] - keys).abs().max()) <= TOLERANCE
-        assert float((done.buffer.values[layer] - values).abs().max()) <= TOLERANCE
+    references.assert_prefilled(done, logits, table)
     assert done.report.row_layers == 2 * len(tokens) + sum(counts.values()) + 4 * len(rest(prompt))
 
 

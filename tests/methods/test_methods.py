@@ -30,7 +30,6 @@ from qcfuse_rag.fusion.method import Budget, FixedRatio
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import Selection, TopTokens
 from qcfuse_rag.fusion.state import PlacedChunk
-from qcfuse_rag.methods.captures.job import capture
 from qcfuse_rag.methods.epic import ChunkHeads
 from qcfuse_rag.methods.qcfuse.layers import layers_by_depth
 from qcfuse_rag.methods.qcfuse.method import CriticalProbe
@@ -41,6 +40,7 @@ from qcfuse_rag.runtime.language_model import LanguageModel as Model
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED
 from tests.support import references
+from tests.support.captures import capture
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -49,7 +49,7 @@ from tests.support.passages import PASSAGES, QUESTION
 def warmed(llama: LanguageModel) -> FusionEngine:
     engine = make_engine(llama, MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND, FRAMED, PRIMED))
-    capture(engine.corpus.entry_writer(), [PASSAGES], keep=("difference",))
+    capture(engine, [PASSAGES], keep=("difference",))
     return engine
 
 

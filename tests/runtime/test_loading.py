@@ -19,7 +19,6 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, make_me
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.fusion.selectors import Selection, TopTokens
-from qcfuse_rag.methods.captures.job import capture
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.loading.host_to_device import PinnedRing
 from qcfuse_rag.runtime.loading.wait_budget import call_with_timeout
@@ -29,6 +28,7 @@ from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references
+from tests.support.captures import capture
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.runners import loading_first
@@ -294,7 +294,7 @@ def test_facts_that_cachecraft_needs_are_read_with_the_lookup(engine: FusionEngi
     """The scores of captured passages are stored with their keys and values."""
     another = "Mondays are quiet in the harbour, and the captain of the ferry paints her own door green then."
     engine.warm([another])
-    capture(engine.corpus.entry_writer(), [PASSAGES])
+    capture(engine, [PASSAGES])
     prompt = engine.prompt(QUESTION, [PASSAGES[0], another, PASSAGES[2]])
     readers: list[str] = []
     store.before = lambda name: readers.append(threading.current_thread().name) if name == "inter" else None

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.ingestion.similarity import nearest_chunks
-from qcfuse_rag.methods.captures.job import capture
 from qcfuse_rag.methods.captures.slots import context_of
 from qcfuse_rag.methods.fusionrag import ENRICHED, permitted_neighbours
 from qcfuse_rag.methods.relaycaching import store_answer
@@ -24,6 +23,7 @@ from qcfuse_rag.store.documents.acl import may_be_built_on, tags_of
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support.captures import capture
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES
 
@@ -149,7 +149,7 @@ def test_what_was_being_computed_behind_a_passage_goes_with_it_too(
         if how == "enriched":
             engine.warm([PASSAGES[0]], sources=["a"], bases=(ENRICHED,), neighbours=[[1]], others=[SECRET])
         else:
-            capture(engine.corpus.entry_writer(), [[SECRET, PASSAGES[0]]])
+            capture(engine, [[SECRET, PASSAGES[0]]])
         assert {entry.address for entry in store.entries()} <= framed
 
 
@@ -170,9 +170,7 @@ def test_a_passage_that_was_forgotten_before_its_turn_came_is_not_remembered(eng
         yield [SECRET, PASSAGES[0]]
 
     before = sum(1 for _ in engine.store.entries())
-    summary = capture(
-        engine.corpus.entry_writer(), groups(), keep=("variant",) if how == "captured" else ("difference",)
-    )
+    summary = capture(engine, groups(), keep=("variant",) if how == "captured" else ("difference",))
     assert summary.failed == ((0, "a passage was forgotten meanwhile"),)
     assert sum(1 for _ in engine.store.entries()) == before - 1, "the secret's own"
 
@@ -181,9 +179,9 @@ def test_a_capture_that_met_a_secret_is_not_kept(engine: FusionEngine) -> None:
     sources = ["a", "vault"]
     engine.warm([PASSAGES[0], SECRET], sources=sources, bases=(FRAMED,), access={"vault": "board"})
     before = sum(1 for _ in engine.store.entries())
-    capture(engine.corpus.entry_writer(), [[SECRET, PASSAGES[0]]])
+    capture(engine, [[SECRET, PASSAGES[0]]])
     assert sum(1 for _ in engine.store.entries()) == before
-    capture(engine.corpus.entry_writer(), [[PASSAGES[0], SECRET]])
+    capture(engine, [[PASSAGES[0], SECRET]])
     assert sum(1 for _ in engine.store.entries()) == before + 1, "the other way round is allowed"
 
 
@@ -210,7 +208,7 @@ def test_what_no_document_has_is_remembered_by_nobody_once_there_are_tags(engine
     engine.warm([PASSAGES[0]], sources=["a"], access={"vault": "board"})
     engine.warm([PASSAGES[0]], sources=["a"], bases=(ENRICHED,), neighbours=[[1]], others=[SECRET])
     assert context_of(enriched(engine, PASSAGES[0])) == ()
-    capture(engine.corpus.entry_writer(), [[SECRET, PASSAGES[0]]])
+    capture(engine, [[SECRET, PASSAGES[0]]])
     assert not any("variant" in engine.store.open(e.address)[0].base for e in engine.store.entries())  # type: ignore[index,union-attr]
 
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qcfuse_rag import LanguageModel, Prompt
+from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.store.chunk import ChunkKV
@@ -233,3 +234,11 @@ def assert_chunk_is(lm: LanguageModel, chunk: ChunkKV, table: Table, start: int)
         turned, _ = apply_rotary_pos_emb(ours[None], ours[None], cos, sin)
         assert float((turned - keys).abs().max()) <= 1e-4
         assert float((theirs[None] - values).abs().max()) <= 1e-4
+
+
+def assert_prefilled(done: Prefilled, logits: Tensor, table: Table, tolerance: float = 1e-4) -> None:
+    """Assert that a prefill has a reference's logits of the first token, and its keys and values in every layer."""
+    assert error(done.logits, logits) <= tolerance
+    for layer, (keys, values) in enumerate(table):
+        assert error(done.buffer.keys[layer], keys) <= tolerance
+        assert error(done.buffer.values[layer], values) <= tolerance

@@ -266,18 +266,3 @@ def difference_of(captured: ChunkKV, canonical: ChunkKV) -> ChunkKV:
             differences.append((minuend.float() - subtrahend.to(minuend.device).float()).to(minuend.dtype))
     extras = {name: captured.blocks[name] for name in captured.extras}
     return ChunkKV.of(keys, values, captured.blocks["ranking"], notes=captured.notes, extras=extras)
-
-
-def covering_groups(neighbours: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Return groups of related chunks in which every chunk follows others at least once.
-
-    These are the groups to capture before any retrieval is known. A chunk that no group contains yet is the last of a
-    new group of at most `size`, behind its nearest neighbours.
-    """
-    groups: list[list[int]] = []
-    covered: set[int] = set()
-    for chunk, related in enumerate(neighbours):
-        if chunk not in covered and related:
-            groups.append([*related[: size - 1], chunk])
-            covered.update(groups[-1][1:])
-    return groups

@@ -28,12 +28,7 @@ Ranking = Literal["instruction", "kvzip", "knorm", "sinks"]
 
 @dataclass(frozen=True, slots=True)
 class RankedBase(ComputedBase):
-    """A base with another ranking of tokens; it is its own `Ranker`. Its entries have the same keys and values.
-
-    Attributes:
-        plain: the base whose keys and values these are.
-        ranking: how tokens are ranked.
-    """
+    """A base with another ranking of tokens; it is its own `Ranker`. Its entries have the same keys and values."""
 
     plain: Base | None = None
     ranking: Ranking = "instruction"

@@ -19,12 +19,7 @@ from qcfuse_rag.store.prefill_base import BLIND, Base
 
 @dataclass(frozen=True, slots=True)
 class CriticalProbe:
-    """A `QuestionProbe` of the model's critical layers.
-
-    Attributes:
-        anchor_ratio: share of each chunk that the question sees while probing.
-        reduce: how to combine the question's rows and heads.
-    """
+    """A `QuestionProbe` of the model's critical layers."""
 
     anchor_ratio: float
     reduce: Literal["mean", "max"] = "mean"
