@@ -54,7 +54,7 @@ class EntryShape:
             [torch.randn(sizes, generator=generator).to(self.dtype) for _ in range(self.layers)] for _ in range(2)
         )
         ranking = torch.stack([torch.randperm(self.tokens, generator=generator) for _ in range(self.layers)])
-        return ChunkKV.of(keys, values, ranking, probe_layers=(self.layers // 2,))
+        return ChunkKV.of(keys, values, ranking)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

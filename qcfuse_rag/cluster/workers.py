@@ -20,7 +20,8 @@ from qcfuse_rag.cluster.pool import Columns, connect, map_with_workers
 from qcfuse_rag.engine.config import ModelConfig
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.batches import BatchResult, store_batch, system_prefix
-from qcfuse_rag.ingestion.target import Batch, Ids, PrefillTarget
+from qcfuse_rag.ingestion.prefill import Ids
+from qcfuse_rag.ingestion.target import Batch, PrefillTarget
 from qcfuse_rag.methods import find_base
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qcfuse_rag.ingestion.target import Ids
+from qcfuse_rag.ingestion.prefill import Ids
 
 PRIMER = (
     "# Replacing the filter\n\n"

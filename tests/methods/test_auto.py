@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method, open_store
 from qcfuse_rag.fusion.lookup import look_up
-from qcfuse_rag.fusion.probes import QuestionProbe
+from qcfuse_rag.fusion.probes import NamedLayers, QuestionProbe
 from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS, primer_ids
@@ -154,24 +155,22 @@ def test_the_probe_runs_the_question_or_the_suffix(warmed: FusionEngine, rows: s
     assert probe_rows[-1] + 1 == (len(prompt) if rows == "suffix" else last)
 
 
-def test_the_upper_layers_are_the_second_half(llama: LanguageModel) -> None:
-    probe = QuestionProbe(layers="upper")
-    assert probe.layers_of(llama) == tuple(range(llama.n_layers // 2, llama.n_layers))
-    assert probe.depth(llama) == llama.n_layers
-
-
-def test_the_third_quarter_ends_where_the_last_begins(llama: LanguageModel) -> None:
-    probe = QuestionProbe(layers="third_quarter")
-    assert probe.layers_of(llama) == tuple(range(llama.n_layers // 2, llama.n_layers * 3 // 4)) != ()
-    assert probe.depth(llama) == llama.n_layers * 3 // 4
-
-
-@pytest.mark.parametrize(("n_layers", "expected"), [(1, (0,)), (2, (1,)), (3, (1,)), (24, tuple(range(12, 18)))])
-def test_the_third_quarter_is_at_least_one_layer(
-    n_layers: int, expected: tuple[int, ...], llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("layers", "n_layers", "expected"),
+    [
+        ("upper", 4, (2, 3)),
+        ("third_quarter", 4, (2,)),
+        *[("third_quarter", count, layers) for count, layers in ((1, (0,)), (2, (1,)), (3, (1,)), (24, range(12, 18)))],
+        ("last", 24, (23,)),
+    ],
+)
+def test_layers_of_a_probe_by_name(
+    layers: NamedLayers, n_layers: int, expected: Sequence[int], llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LanguageModel, "n_layers", n_layers)
-    assert QuestionProbe(layers="third_quarter").layers_of(llama) == expected
+    probe = QuestionProbe(layers=layers)
+    assert probe.layers_of(llama) == tuple(expected)
+    assert probe.depth(llama) == max(expected) + 1
 
 
 def test_normalized_layers_weigh_the_same(warmed: FusionEngine) -> None:

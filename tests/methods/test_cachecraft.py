@@ -285,7 +285,5 @@ def test_published_settings() -> None:
     assert method.layer_hook == FocusedChunks(depth=0.4)
     assert make_method("cachecraft", ratio=0.5).layer_hook is None
     assert make_method("cachecraft", ratio=0.5, early_stop=True).layer_hook == FocusedChunks()
-    with pytest.raises(ValueError, match="must be above 0"):
-        make_method("cachecraft", alpha=0.0)
     with pytest.raises(ValueError, match="must be fractions"):
         FocusedChunks(share=2.0)

@@ -200,8 +200,3 @@ def test_a_damaged_patch_is_discarded_and_the_cache_is_used_without_it(engine: F
     assert torch.equal(patched.logits, plain.logits)
     assert patched.report.fallback is None
     assert patch.key not in engine.store
-
-
-def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"threshold must be a fraction and slots above 0, got 1\.5 and 5"):
-        make_method("kamera", threshold=1.5)

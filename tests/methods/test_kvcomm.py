@@ -125,8 +125,3 @@ def test_anchors_with_negligible_weight_are_not_read(two_anchors: FusionEngine) 
 def test_a_passage_behind_a_conversation_is_computed(two_anchors: FusionEngine) -> None:
     prompt = two_anchors.prompt(QUESTION, PASSAGES[2:], history=[("user", "Hello."), ("assistant", "Hello.")])
     assert last(two_anchors, prompt).reason == "no anchor applies, since text other than passages precedes the chunk"
-
-
-def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="temperature and anchors above 0"):
-        make_method("kvcomm", temperature=0.0)

@@ -271,12 +271,6 @@ def test_a_layer_alone_is_a_choice_of_layers() -> None:
     assert make_method("qcfuse", layers=7) == make_method("qcfuse", layers=(7,))
 
 
-@pytest.mark.parametrize("variant", ["paper", "release"])
-def test_a_layer_is_counted_from_the_first(variant: str) -> None:
-    with pytest.raises(ValueError, match="layer must not be negative, got -1"):
-        make_method("cacheblend", variant=variant, layer=-1)
-
-
 @pytest.mark.parametrize(("lengths", "budget"), [([10] * 4, 6), ([50] * 10, 25), ([30] * 20, 90), ([100] * 3, 1)])
 def test_epic_at_a_ratio_computes_as_many_tokens_as_the_others(lengths: list[int], budget: int) -> None:
     stops = list(accumulate(lengths))
@@ -286,12 +280,6 @@ def test_epic_at_a_ratio_computes_as_many_tokens_as_the_others(lengths: list[int
     positions = ChunkHeads(None).select(candidates, None, budget).positions
     assert len(positions) == budget
     assert len(set(positions.tolist())) == budget
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1.3])
-def test_a_ratio_is_a_fraction(ratio: float) -> None:
-    with pytest.raises(ValueError, match=rf"ratio must be a fraction in \[0, 1\], got {ratio}"):
-        make_method("qcfuse", ratio=ratio)
 
 
 def test_budgets_round_down_but_not_to_nothing() -> None:
@@ -318,3 +306,21 @@ def test_rankings_are_permutations_led_by_the_chunks_first_tokens(warmed: Fusion
         assert sorted(order) == list(range(len(span)))
     assert stored.blocks["ranking"][1].tolist() != stored.blocks["ranking"][2].tolist()
     assert stored.anchors(0.15)[0].tolist() == sorted(stored.blocks["ranking"][0, : -(-len(span) * 15 // 100)].tolist())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("kamera", {"threshold": 1.5}, r"threshold must be a fraction and slots above 0, got 1\.5 and 5"),
+        ("kvcomm", {"temperature": 0.0}, "temperature and anchors above 0"),
+        ("cachecraft", {"alpha": 0.0}, "must be above 0"),
+        ("relaycaching", {"influence": 0.0}, "thresholds must be above 0"),
+        ("qcfuse", {"ratio": -0.1}, r"ratio must be a fraction in \[0, 1\], got -0\.1"),
+        ("qcfuse", {"ratio": 1.3}, r"ratio must be a fraction in \[0, 1\], got 1\.3"),
+        ("cacheblend", {"variant": "paper", "layer": -1}, "layer must not be negative, got -1"),
+        ("cacheblend", {"variant": "release", "layer": -1}, "layer must not be negative, got -1"),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_method(name, **settings)

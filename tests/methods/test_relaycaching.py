@@ -255,5 +255,3 @@ def test_published_thresholds(relayed: tuple[FusionEngine, Prompt, Prompt]) -> N
     engine, _, prompt = relayed
     with pytest.raises(ValueError, match="the model has 4 layers, the method asks for layer 9"):
         engine.prefill(prompt, method=make_method("relaycaching", layers=RelayLayers(1, 2, 9)))
-    with pytest.raises(ValueError, match="thresholds must be above 0"):
-        make_method("relaycaching", influence=0.0)
