@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.configurations import configurations, split_names
-from benchmarks.preparation import CAPTURED_TOGETHER, prepare
+from benchmarks.preparation import CAPTURED_TOGETHER, covering_groups, prepare
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import UnknownMethod
-from qcfuse_rag.methods.captures.job import covering_groups
+from qcfuse_rag.ingestion.similarity import nearest_chunks
 from tests.support import seams
 from tests.support.passages import PASSAGES
 
@@ -82,6 +83,15 @@ def test_enriched_passages_are_charged_with_the_framed_ones_they_are_made_from(
     assert enriched.chunks == framed.chunks == 3
     assert enriched.size_bytes == 2 * framed.size_bytes
     assert enriched.seconds > framed.seconds
+
+
+def test_groups_to_capture_put_every_chunk_behind_others() -> None:
+    related = nearest_chunks(np.random.default_rng(1).normal(size=(50, 4)).astype(np.float32), 10)
+    groups = covering_groups(related, 4)
+    assert {chunk for group in groups for chunk in group[1:]} == set(range(50))
+    assert all(len(set(group)) == 4 for group in groups)
+    assert len(groups) < 40, "not a group for each"
+    assert covering_groups([[]], 4) == []
 
 
 def test_a_passage_captured_in_several_groups_is_one_passage(
