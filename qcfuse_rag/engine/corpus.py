@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TypedDict, Unpack
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,46 +27,39 @@ from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import FRAMED, Base
 
 
-class JobSettings(TypedDict, total=False):
-    """Settings of a warming job.
-
-    Attributes:
-        bases: under which bases to store the passages; by default those the engine's method reads.
-        priority: for each passage how much it is wanted; see `ingestion.warm_job.WarmJob`.
-        neighbours, vectors, retrievals: for derived bases, see `ingestion.extension.Related`.
-        batch_tokens: most tokens to compute in one pass; see `ingestion.warm_job.WarmJob`.
-    """
-
-    bases: Iterable[Base] | None
-    priority: Sequence[float] | None
-    neighbours: Sequence[Sequence[int]] | None
-    vectors: NDArray[np.float32] | None
-    retrievals: Sequence[Sequence[int]]
-    batch_tokens: int | None
-
-
-class WarmSettings(JobSettings, total=False):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WarmSettings:
     """Settings of `Corpus.warm`.
 
     Attributes:
         sources: for each passage the document it is from, or None.
-        replace: these are all the passages of their sources (the default): passages that a source had before and has
-            not now are removed, unless another source has them; caches of another model, base or wording of the prompt
-            stay, see `forget`. False adds them to the passages that the source has.
-        others: passages that are not to be stored now but that derived bases may use; their indices follow those of
-            `texts`.
+        replace: these are all the passages of their sources: passages that a source had before and has not now are
+            removed, unless another source has them; caches of another model, base or wording of the prompt stay, see
+            `forget`. False adds them to the passages that the source has.
         access: for sources that not everybody may read a tag that says who may; None takes it back, sources that are
             not named keep theirs. An entry is derived from those passages only that all its readers may read.
+        bases: under which bases to store the passages; by default those the engine's method reads.
+        priority: for each passage how much it is wanted; see `ingestion.warm_job.WarmJob`.
+        others: passages that are not to be stored now but that derived bases may use; their indices follow those of
+            the passages.
+        neighbours, vectors, retrievals: for derived bases, see `ingestion.extension.Related`.
+        batch_tokens: most tokens to compute in one pass; see `ingestion.warm_job.WarmJob`.
         progress: called with tokens `(done, total)` after every batch.
         workers: prefill instead of this process, such as `RayWorkers`.
     """
 
-    sources: Sequence[str | None] | None
-    replace: bool
-    others: Iterable[str]
-    access: Mapping[str, str | None] | None
-    progress: Progress | None
-    workers: PrefillWorkers | None
+    sources: Sequence[str | None] | None = None
+    replace: bool = True
+    access: Mapping[str, str | None] | None = None
+    bases: Iterable[Base] | None = None
+    priority: Sequence[float] | None = None
+    others: Iterable[str] = ()
+    neighbours: Sequence[Sequence[int]] | None = None
+    vectors: NDArray[np.float32] | None = None
+    retrievals: Sequence[Sequence[int]] = ()
+    batch_tokens: int | None = None
+    progress: Progress | None = None
+    workers: PrefillWorkers | None = None
 
 
 class Corpus:
@@ -93,29 +87,29 @@ class Corpus:
         """The bases that the method reads passages under, hence those to warm."""
         return self._method.bases or (FRAMED,)
 
-    def warm(self, texts: Iterable[str], **settings: Unpack[WarmSettings]) -> WarmSummary:
+    def warm(self, texts: Iterable[str], **options: Any) -> WarmSummary:
         """Prefill passages into the store, leaving alone those that are there.
 
         Args:
             texts: passages, exactly as they will be given to `FusionEngine.prompt`.
-            **settings: see `WarmSettings`.
+            **options: see `WarmSettings`.
 
         Raises:
             StoreError: if the store cannot be written.
             ValueError: if there are not as many sources or priorities as passages.
         """
-        given_bases = settings.get("bases")
-        bases = tuple(given_bases) if given_bases is not None else self.bases
+        settings = WarmSettings(**options)
+        bases = self.bases if settings.bases is None else tuple(settings.bases)
         texts = list(texts)
         chunks = [self._prompts.chunk_ids(text) for text in texts]
-        chunk_sources = settings.get("sources")
+        chunk_sources = settings.sources
         if chunk_sources is not None and len(chunk_sources) != len(chunks):
             raise ValueError(f"{len(chunk_sources)} sources for {len(chunks)} passages")
         keys_by_source: dict[str, list[ChunkKey]] = {}
         for source, chunk in zip(chunk_sources or (), chunks, strict=False):
             if source is not None:
                 keys_by_source.setdefault(source, []).extend(self.keys(chunk, with_prerequisites(bases)))
-        for source, tag in (settings.get("access") or {}).items():
+        for source, tag in (settings.access or {}).items():
             self.open_sources().restrict(source, tag)
         # Before the job: it may be killed, and access tags decide what an entry may be derived from.
         for source, keys in keys_by_source.items():
@@ -127,18 +121,18 @@ class Corpus:
         owned_keys = {key for keys in keys_by_source.values() for key in keys} - unowned_keys
         job = self.warm_job(
             chunks,
-            others=[self._prompts.chunk_ids(text) for text in settings.get("others", ())],
+            others=[self._prompts.chunk_ids(text) for text in settings.others],
             bases=bases,
-            priority=settings.get("priority"),
-            neighbours=settings.get("neighbours"),
-            vectors=settings.get("vectors"),
-            retrievals=settings.get("retrievals", ()),
-            batch_tokens=settings.get("batch_tokens"),
+            priority=settings.priority,
+            neighbours=settings.neighbours,
+            vectors=settings.vectors,
+            retrievals=settings.retrievals,
+            batch_tokens=settings.batch_tokens,
             confirm=lambda keys: self.open_sources().discard_unowned(key for key in keys if key in owned_keys),
         )
-        summary = job.run(settings.get("progress"), settings.get("workers"))
+        summary = job.run(settings.progress, settings.workers)
         for source, keys in keys_by_source.items():
-            self.open_sources().confirm(source, keys, replace=settings.get("replace", True))
+            self.open_sources().confirm(source, keys, replace=settings.replace)
         left = {source: self.open_sources().addresses(source) for source in keys_by_source}
         forgotten = [
             source is not None and any(self._store.address(key) not in left[source] for key in self.keys(chunk, bases))
@@ -154,32 +148,31 @@ class Corpus:
         self,
         chunks: Iterable[tuple[int, ...]],
         *,
+        bases: Iterable[Base] | None = None,
+        priority: Sequence[float] | None = None,
         others: Sequence[tuple[int, ...]] = (),
+        neighbours: Sequence[Sequence[int]] | None = None,
+        vectors: NDArray[np.float32] | None = None,
+        retrievals: Sequence[Sequence[int]] = (),
+        batch_tokens: int | None = None,
         confirm: Callable[[Sequence[ChunkKey]], object] | None = None,
-        **settings: Unpack[JobSettings],
     ) -> WarmJob:
         """Return a job that can be planned before it is run.
 
-        Args:
-            chunks: the passages' token ids, see `PromptBuilder.chunk_ids`.
-            others: token ids of passages that are not to be stored now but that derived bases may use.
-            confirm: removes written entries that must not stay; see `ingestion.warm_job.WarmJob`.
-            **settings: see `JobSettings`.
+        `chunks` and `others` are token ids, see `PromptBuilder.chunk_ids`; `confirm` removes written entries that must
+        not stay, see `ingestion.warm_job.WarmJob`; the other arguments are those of `WarmSettings`.
         """
-        given_bases = settings.get("bases")
-        bases = tuple(given_bases) if given_bases is not None else self.bases
-        related = Related(
-            others, settings.get("neighbours"), settings.get("vectors"), tuple(settings.get("retrievals", ()))
-        )
+        bases = self.bases if bases is None else tuple(bases)
+        related = Related(others, neighbours, vectors, tuple(retrievals))
         return WarmJob(
             self._target,
             chunks,
             bases=bases,
-            priority=settings.get("priority"),
+            priority=priority,
             related=related,
             writer=self.entry_writer() if any(base.derived for base in bases) else None,
             confirm=confirm,
-            batch_tokens=settings.get("batch_tokens"),
+            batch_tokens=batch_tokens,
         )
 
     def entry_writer(self) -> EntryWriter:

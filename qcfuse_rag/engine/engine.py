@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.config import EngineConfig
-from qcfuse_rag.engine.corpus import Corpus, WarmSettings
+from qcfuse_rag.engine.corpus import Corpus
 from qcfuse_rag.engine.first_passes import measure_recorded_pass, run_first_passes
 from qcfuse_rag.engine.opening import open_parts
 from qcfuse_rag.engine.system_prefixes import SystemPrefixes
@@ -136,9 +136,12 @@ class FusionEngine:
         """Return an engine of this model and wording over another store, which it takes over."""
         return FusionEngine(self.lm, store, template=self.prompts.template, method=method)
 
-    def warm(self, texts: Iterable[str], **settings: Unpack[WarmSettings]) -> WarmSummary:
-        """Prefill passages into the store, leaving alone those that are there; see `Corpus.warm`."""
-        return self.corpus.warm(texts, **settings)
+    def warm(self, texts: Iterable[str], **options: Any) -> WarmSummary:
+        """Prefill passages into the store, leaving alone those that are there; see `Corpus.warm`.
+
+        The options are those of `WarmSettings`.
+        """
+        return self.corpus.warm(texts, **options)
 
     def warm_prefix(
         self,
