@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from qcfuse_rag.cli.capacity import SHAPES
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.models.cpu_weights import Float16Linear
 from qcfuse_rag.models.fingerprint import plain_parts
-from qcfuse_rag.models.weights.packed_linear import PackedLinear
 from qcfuse_rag.runtime.device import finish, timed
 from qcfuse_rag.runtime.language_model import LanguageModel
 
@@ -82,8 +82,8 @@ def _matrix_numbers(module: nn.Module) -> int:
 
 def _held_bytes(module: nn.Module) -> int:
     """Count the bytes of a module's own weights as they are held: packed numbers, their scales, and the rest."""
-    if isinstance(module, PackedLinear):
-        return module.nbytes
+    if isinstance(module, Float16Linear):
+        return 2 * module.in_features * module.out_features
     temporary = module._non_persistent_buffers_set
     saved = [x for name, x in module.named_buffers(recurse=False) if name not in temporary]
     own = [*module.parameters(recurse=False), *saved]

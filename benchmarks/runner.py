@@ -237,7 +237,7 @@ def about_model(lm: LanguageModel) -> dict[str, Any]:
     gpu = lm.device.type == "cuda"
     device = torch.cuda.get_device_name(lm.device) if gpu else platform.processor() or platform.machine()
     name = Path(lm.name).name if Path(lm.name).exists() else lm.name
-    dtype = lm.fingerprint.number_formats
+    dtype = lm.number_formats
     return {**about_process(), "model": name, "device": f"{lm.device} ({device})", "dtype": dtype}
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError
-from qcfuse_rag.models.hub import fetch_options
+from qcfuse_rag.models.source import fetch_options
 from qcfuse_rag.runtime.device import fastest_s
 
 HERE = "here"

@@ -13,7 +13,7 @@ from qcfuse_rag.cli.console import OUT, print_note, size
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.methods import METHODS
-from qcfuse_rag.models.fingerprint import Fingerprint
+from qcfuse_rag.models.cpu_weights import weight_format
 from qcfuse_rag.runtime.attention.dense import dense_attention_name
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -52,7 +52,7 @@ def check_model(config: EngineConfig) -> dict[str, Any]:
     """
     name = config.model or default_model()
     try:
-        lm = LanguageModel.load(name, **config.load_options())
+        lm = LanguageModel.load(name, device=config.device, dtype=config.dtype, weights=config.weights or "model")
         check = measure_exactness(lm)
     except UnsupportedModel as error:
         return {"model": name, "supported": False, "reason": str(error)}
@@ -62,7 +62,7 @@ def check_model(config: EngineConfig) -> dict[str, Any]:
         "architecture": type(lm.model).__name__,
         "layers": lm.n_layers,
         "dtype": lm.fingerprint.dtype,
-        "weight_format": lm.fingerprint.weight_format,
+        "weight_format": weight_format(lm.model),
         "rope": sorted({rope.describe() for rope in lm.ropes}),
         "context_window": lm.context_window.tokens,
         "context_window_reason": lm.context_window.reason,
@@ -83,7 +83,7 @@ def print_model_check(report: Mapping[str, Any]) -> None:
         print_note("not supported:", report["reason"], "red")
         return
     check = report["check"]
-    numbers = Fingerprint(**report["fingerprint"]).number_formats
+    numbers = report["dtype"] + (", float16 weights" if report["weight_format"] == "float16" else "")
     OUT.print(f"[green]supported[/green]: {report['architecture']}, {report['layers']} layers, {numbers}")
     OUT.print(f"  positions: {'; '.join(report['rope'])}")
     OUT.print(f"  context window: {report['context_window']:,} tokens ({report['context_window_reason']})")

@@ -28,10 +28,9 @@ def with_settings(config: EngineConfig, settings: LibrarySettings) -> EngineConf
     """Return a command's config with the library's settings in place of options that were not given.
 
     Raises:
-        QCFuseError: if the command names another model, dtype or format of weights than the library has.
+        QCFuseError: if the command names another model or dtype than the library has.
     """
-    weights = None if config.weights == "auto" else config.weights
-    changes = settings.model_settings(model=config.model, dtype=config.dtype, weights=weights)
+    changes = settings.model_settings(model=config.model, dtype=config.dtype)
     if not changes:
         return config
     if config.method is None:
@@ -48,7 +47,7 @@ def open_engine(
     if the library's model has changed.
     """
     with status("loading the model"):
-        config = replace(config, verdict="ignore", compiled=False)
+        config = replace(config, weights=config.weights or "model", verdict="ignore", compiled=False)
         engine = FusionEngine.load(config, store=store, method=method)
     change = None if settings is None else settings.change_of_model(engine.lm.fingerprint)
     if change is not None:

@@ -26,7 +26,8 @@ TOKEN_VARIABLE = "QCFUSE_TOKEN"
 def serve_library(library: Path, config: EngineConfig, options: ServeOptions) -> None:
     """Serve requests until interrupted, then finish the requests in progress."""
     settings = LibrarySettings.load(library)
-    config = replace(with_settings(config, settings), prefix_bytes=options.prefix_mb * 1_000_000)
+    config = with_settings(config, settings)
+    config = replace(config, weights=config.weights or "auto", prefix_bytes=options.prefix_mb * 1_000_000)
     settings.require_caches(config.chosen_method())
     try:
         from qcfuse_rag.server.serve import ServerSettings

@@ -283,7 +283,7 @@ def _ray_workers(
         gpus=job.gpus_per_worker,
         device=config.device if job.gpus_per_worker == 0 else "cuda",
         dtype=str(engine.lm.dtype).removeprefix("torch."),
-        weights=engine.lm.fingerprint.weight_format,
+        weights=config.weights or "model",
     )
 
 

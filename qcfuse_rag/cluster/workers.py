@@ -106,7 +106,7 @@ class PrefillWorker:
         if lm.fingerprint.digest != fingerprint:
             raise QCFuseError(
                 "a worker's model is not this machine's: give both the same weights, and the same dtype "
-                f"(a worker has {lm.fingerprint.number_formats})"
+                f"(a worker has {lm.number_formats})"
             )
         check_exact_once(lm)
         self._target = PrefillTarget(lm, self._store, prefix_ids, primer)

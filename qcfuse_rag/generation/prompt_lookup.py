@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qcfuse_rag.models.cpu_dtype import multiplies_bfloat16
+from qcfuse_rag.models.cpu_weights import multiplies_bfloat16
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 NGRAM_SIZES = (3, 2)

@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError
-from qcfuse_rag.models.hub import fetch_options, unreachable_reason
+from qcfuse_rag.models.source import fetch_options, unreachable_reason
 
 BATCH_TEXTS = 32
 """Texts in a pass, as in sentence-transformers."""

@@ -83,10 +83,8 @@ class LibrarySettings:
         """Whether documents were warmed with known settings."""
         return bool(self.fingerprint)
 
-    def model_settings(
-        self, *, model: str | None = None, dtype: str | None = None, weights: str | None = None
-    ) -> dict[str, Any]:
-        """Return the model, dtype and format of weights that the library was warmed with; {} if nothing was.
+    def model_settings(self, *, model: str | None = None, dtype: str | None = None) -> dict[str, Any]:
+        """Return the model and dtype that the library was warmed with; {} if nothing was.
 
         Raises:
             QCFuseError: if the user names another one than the library has.
@@ -94,11 +92,9 @@ class LibrarySettings:
         if not self.exists:
             return {}
         given = None if model is None else model_name(model)
-        own = {"dtype": self.fingerprint["dtype"], "weights": self.fingerprint.get("weight_format", "model")}
         self._require_same("model", given, self._own_model(given))
-        self._require_same("dtype", dtype, own["dtype"])
-        self._require_same("weights", weights, own["weights"])
-        return {"model": self.model, **own}
+        self._require_same("dtype", dtype, self.fingerprint["dtype"])
+        return {"model": self.model, "dtype": self.fingerprint["dtype"]}
 
     def require_caches(self, method: Method) -> None:
         """Refuse a method that reads no caches that the library has."""

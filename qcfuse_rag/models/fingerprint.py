@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,6 @@ from torch import Tensor
 
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.models.rope import LayerRope
-from qcfuse_rag.models.weights.formats import weight_format
-from qcfuse_rag.models.weights.packed_linear import PackedLinear
 
 if TYPE_CHECKING:  # a store imports fingerprints and is opened without a model; transformers imports slowly
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,7 +33,7 @@ class Fingerprint:
         tokenizer: hash of the tokenizer's rules and vocabulary.
         rope: hash of the measured rotation of each layer.
         dtype: dtype of computed keys and values, such as `bfloat16`.
-        weight_format: `model`, or that of weights rounded at load; see `models.weights.formats`.
+        weight_format: `model`; stored by earlier versions also `float16` or `int8`.
     """
 
     weights: str
@@ -51,10 +49,7 @@ class Fingerprint:
         return digest(json.dumps(self.fields(), sort_keys=True).encode())
 
     def fields(self) -> dict[str, str]:
-        """Return the fields by name, ready for JSON.
-
-        The weight format `model` is left out, so that such models keep the digest they had before there were others.
-        """
+        """Return the fields by name, ready for JSON; the weight format `model` is left out."""
         rounded = () if self.weight_format == "model" else ("weight_format",)
         return {name: getattr(self, name) for name in ("weights", "config", "tokenizer", "rope", "dtype", *rounded)}
 
@@ -82,7 +77,7 @@ def hash_weights(model: PreTrainedModel) -> str:
     """
     # xxHash is ten times as fast as a cryptographic hash, and the user's own weights need no protection.
     state = xxhash.xxh3_128()
-    weights = (part for name, tensor in _state(model) for part in plain_parts(name, tensor))
+    weights = (part for name, tensor in sorted(model.state_dict().items()) for part in plain_parts(name, tensor))
     for name, tensor in weights:
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         try:
@@ -98,7 +93,7 @@ def fingerprint_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     ropes: tuple[LayerRope, ...],
-    weights_hash: Callable[[PreTrainedModel], str] = hash_weights,
+    weights_hash: str | None = None,
 ) -> Fingerprint:
     """Hash a loaded model.
 
@@ -109,32 +104,15 @@ def fingerprint_model(
         model: the model.
         tokenizer: its tokenizer.
         ropes: the measured rotation of each layer.
-        weights_hash: returns what `hash_weights` returns.
+        weights_hash: the hash of its weights, if it is known.
     """
     return Fingerprint(
-        weights=weights_hash(model),
+        weights=weights_hash or hash_weights(model),
         config=digest(_config_json(model.config.get_text_config().to_dict())),
         tokenizer=digest(tokenizer.backend_tokenizer.to_str().encode()),
         rope=_hash_ropes(ropes),
         dtype=str(model.dtype).removeprefix("torch."),
-        weight_format=weight_format(model),
     )
-
-
-def _state(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's state by name in ascending order; packed weights are unpacked one at a time."""
-    if weight_format(model) == "model":
-        yield from sorted(model.state_dict().items())
-        return
-    owners = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        plain = {**module._parameters, **module._buffers}
-        names = [name for name, x in plain.items() if x is not None and name not in module._non_persistent_buffers_set]
-        for name in (*names, *(("weight",) if isinstance(module, PackedLinear) else ())):
-            owners[f"{path}.{name}" if path else name] = (module, name)
-    for name in sorted(owners):
-        module, attribute = owners[name]
-        yield name, getattr(module, attribute)
 
 
 def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -22,103 +20,64 @@ from transformers import (
 )
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
-from qcfuse_rag.models.cpu_dtype import chosen_cpu_dtype, multiplies_bfloat16
+from qcfuse_rag.models.cpu_weights import chosen_cpu_numbers, pack_float16
 from qcfuse_rag.models.fingerprint import hash_weights
-from qcfuse_rag.models.gguf_cache import CONVERTED_TOKENIZER, GgufConversion, cached_gguf_header
-from qcfuse_rag.models.hub import fetch_options, unreachable_reason
-from qcfuse_rag.models.kept_hash import FileState, hash_once, snapshot_folder
-from qcfuse_rag.models.source import model_source
-from qcfuse_rag.models.weights.formats import (
-    HeldFormat,
-    choose_weight_format,
-    refuse_other_weights,
-    round_weights,
-    weight_format,
+from qcfuse_rag.models.gguf import CONVERTED_TOKENIZER, LOG, GgufConversion, cached_gguf_header
+from qcfuse_rag.models.kept import FileState, hash_once
+from qcfuse_rag.models.source import (
+    check_weight_format,
+    fetch_options,
+    model_source,
+    snapshot_folder,
+    unreachable_reason,
 )
-from qcfuse_rag.models.weights.gguf_tensors import read_one_at_a_time, return_freed_memory
-from qcfuse_rag.models.weights.packed_checkpoint import load_packed
-from qcfuse_rag.models.weights.rounded_load import rounding_while_loading
-
-LOG = logging.getLogger(__name__)
 
 MAX_LAYERS = 10_000
 """Limit of layers, and of experts in a layer; large models have some hundreds."""
-
 _LOAD_LOCK = threading.Lock()
 """transformers changes methods of its classes while it loads; two threads at once could leave them changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model as `load_model` returns it, and the state of the files its weights were read from.
-
-    Attributes:
-        model: the model.
-        tokenizer: its tokenizer.
-        files: their state before they were read; None if it is not known.
-        asked_dtype: the dtype it was loaded with, or `auto`.
-    """
+    """A model as `load_model` returns it, with the hash of its weights before any were rounded to float16."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    files: FileState | None
-    asked_dtype: str
-
-    def hash_weights(self, model: PreTrainedModel) -> str:
-        """Return the hash of the weights, which must be as loaded; from an earlier start if it is kept for the files.
-
-        The hash is not kept if transformers quantises the weights while it loads them.
-        """
-        if getattr(model, "hf_quantizer", None) is not None:
-            return hash_weights(model)
-        settings = {
-            "architecture": type(model).__name__,
-            "dtype": f"{model.dtype}, asked for {self.asked_dtype}",
-            "weights": weight_format(model),
-            "versions": ", ".join(
-                f"{name} {_version(name)}" for name in ("qcfuse-rag", "torch", "transformers", "gguf")
-            ),
-            "code": str(max(path.stat().st_mtime_ns for path in Path(__file__).parent.rglob("*.py"))),
-        }
-        return hash_once(self.files, settings, lambda: hash_weights(model))
+    weights_hash: str
 
 
-def load_model(
-    name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "model"
-) -> LoadedModel:
+def load_model(name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "auto") -> LoadedModel:
     """Load weights for inference.
 
     Args:
         name: a folder with a saved model, a `.gguf` file, or a Hugging Face id.
         device: such as `cpu` or `cuda:0`; None is a GPU if there is one.
-        dtype: such as `bfloat16`; None is the checkpoint's own on a GPU, and float32 on a CPU, or bfloat16 if that is
-            measured to be faster with weights in the dtype; see `models.cpu_dtype`.
-        weights: `model` keeps the weights in the dtype; `float16` and `int8` round them, on CPUs; `auto` is float16 on
-            a CPU that can, if the model allows, unless bfloat16 is faster there.
+        dtype: of computed keys and values, such as `bfloat16`; None is the checkpoint's own on a GPU, and float32 on a
+            CPU, or bfloat16 if that is measured to be faster; see `models.cpu_weights`.
+        weights: see `models.source.WeightFormat`; float16 weights compute in float32. With `auto`, a model that they
+            do not fit keeps its own.
 
     Raises:
         ModelNotFound: if the model cannot be read or fetched completely.
         UnsupportedModel: if the tokenizer has no fast (Rust) version, or the model is an adapter alone, is no text
             decoder, or brings its own code, which is never run.
-        QCFuseError: if the device does not exist, or does not compute with such weights.
-        ValueError: if there is no such dtype or format of weights.
+        QCFuseError: if the device does not exist, or there are no such weights.
+        ValueError: if there is no such dtype.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(device)
-    asked_dtype = _parse_dtype(dtype) if dtype else None
-    format_here = choose_weight_format(
-        weights, device, bfloat16=weights == "auto" and _is_bfloat16(device, asked_dtype)
-    )
-    torch_dtype: Any = asked_dtype or _default_dtype(device, format_here)
+    check_weight_format(weights, device)
+    torch_dtype: Any = _parse_dtype(dtype) if dtype else "auto"
+    on_cpu = torch.device(device).type == "cpu"
+    numbers = chosen_cpu_numbers() if on_cpu and (dtype is None or weights == "auto") else None
+    if on_cpu and dtype is None:
+        bfloat16 = numbers == "bfloat16" and weights != "float16"
+        torch_dtype = torch.bfloat16 if bfloat16 else torch.float32
     source, options = model_source(name)
     gguf = Path(source) / options["gguf_file"] if options else None
-    conversion = gguf and GgufConversion.locate(gguf, torch_dtype, format_here)
-    existed = conversion is not None and conversion.exists
-    files = _weight_files(source, gguf, conversion if existed else None)
-    loaded = _load_conversion(conversion, torch_dtype, format_here) if conversion and existed else None
-    model, tokenizer = loaded or _load_in_format(name, torch_dtype, format_here, optional=weights == "auto")
-    if conversion and not loaded:
-        conversion.save(model, tokenizer)
+    files = _weight_files(source, gguf)
+    model, tokenizer = _load_gguf(name, gguf, torch_dtype) if gguf else _load_source(name, torch_dtype)
     try:
         model = model.to(device).eval()
     except (ValueError, RuntimeError, AssertionError) as error:  # packed weights that stay where they were packed
@@ -128,9 +87,29 @@ def load_model(
             f"{name!r} has packed weights that cannot be moved to {device}: {_first_line(error)}; name the device that "
             "they were packed for, or load a checkpoint that is not quantised"
         ) from error
-    # The hub may have sent newer files than the cached ones.
-    same = files is not None and files == _weight_files(source, gguf, conversion if existed else None)
-    return LoadedModel(model, tokenizer, files if same and existed == bool(loaded) else None, str(torch_dtype))
+    if files != _weight_files(source, gguf):  # the hub has sent newer files than the cached ones
+        files = None
+    weights_hash = _hash_once(model, files, torch_dtype)
+    if weights == "float16" or (weights == "auto" and numbers == "float16" and torch_dtype == torch.float32):
+        try:
+            pack_float16(model)
+        except UnsupportedModel as error:
+            if weights == "float16":
+                raise
+            LOG.info("weights stay as they are: %s", error)
+    return LoadedModel(model, tokenizer, weights_hash)
+
+
+def _hash_once(model: PreTrainedModel, files: FileState | None, dtype: Any) -> str:
+    """Return the hash of the weights, kept from an earlier start unless transformers quantises them as it loads."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return hash_weights(model)
+    settings = {
+        "architecture": type(model).__name__,
+        "dtype": f"{model.dtype}, asked for {dtype}",
+        "versions": ", ".join(f"{name} {_version(name)}" for name in ("qcfuse-rag", "torch", "transformers", "gguf")),
+    }
+    return hash_once(files, settings, lambda: hash_weights(model))
 
 
 def _version(package: str) -> str:
@@ -140,57 +119,39 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _weight_files(source: str, gguf: Path | None, conversion: GgufConversion | None) -> FileState | None:
-    """Return the state of the files that a model's weights will be read from; None if they are not here yet."""
-    folder = Path(source) if Path(source).is_dir() else snapshot_folder(source)
-    path = conversion.folder if conversion else gguf or folder
+def _weight_files(source: str, gguf: Path | None) -> FileState | None:
+    """Return the state of the files that a model's weights are read from; None if they are not here yet."""
+    path = gguf or (Path(source) if Path(source).is_dir() else snapshot_folder(source))
     return None if path is None else FileState.read(path)
 
 
-def _load_in_format(
-    name: str, dtype: Any, weights: HeldFormat, *, optional: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and round its weights; if that is optional, a model that cannot be rounded stays as it is."""
-    if weights == "model":
-        return _load_source(name, dtype)
-    try:
+def _load_gguf(name: str, gguf: Path, dtype: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a GGUF file's conversion, or the file itself, and keep its conversion."""
+    conversion = GgufConversion.locate(gguf, dtype)
+    if conversion is not None and conversion.exists:
         try:
-            model, tokenizer = _load_source(name, dtype, weights=weights)
-        except UnsupportedModel:
-            raise
-        except Exception as error:  # other versions of transformers may load otherwise
-            if not Path(name).expanduser().exists():
-                raise
-            LOG.info("%s is loaded as a whole before its weights are rounded: %s", name, error)
-            model, tokenizer = _load_source(name, dtype)
-            round_weights(model, weights)
-    except UnsupportedModel as error:
-        if not optional:
-            raise
-        LOG.info("weights stay as they are: %s", error)
-        return _load_source(name, dtype)
-    return_freed_memory()
+            model, tokenizer = _load_source(str(conversion.folder), dtype, CONVERTED_TOKENIZER)
+            conversion.restore_config(model)
+            return model, tokenizer
+        except Exception as error:  # a broken file makes its parser raise anything
+            LOG.warning("the conversion of %s cannot be read and is made again: %s", gguf.name, error)
+            conversion.discard()
+    model, tokenizer = _load_source(name, dtype)
+    if conversion is not None:
+        conversion.save(model, tokenizer)
     return model, tokenizer
 
 
 def _load_source(
-    name: str, dtype: Any, tokenizer_class: Any = AutoTokenizer, *, weights: HeldFormat = "model"
+    name: str, dtype: Any, tokenizer_class: Any = AutoTokenizer
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model as transformers does, rounding each weight as it is read, and refuse what is not complete."""
+    """Load a model as transformers does, and refuse what is not complete."""
     source, options = model_source(name)
     fetch = fetch_options(source)
     try:
-        with _LOAD_LOCK, ExitStack() as contexts:
-            if options:
-                contexts.enter_context(cached_gguf_header())
+        with _LOAD_LOCK, cached_gguf_header() if options else nullcontext():
             _refuse_endless(name, PreTrainedConfig.get_config_dict(source, **options, **fetch)[0])
             tokenizer = tokenizer_class.from_pretrained(source, trust_remote_code=False, **options, **fetch)
-            if weights != "model":
-                config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options, **fetch)
-                refuse_other_weights(_without_memory(config))
-                if options:
-                    contexts.enter_context(read_one_at_a_time())
-            rounded = contexts.enter_context(rounding_while_loading(weights))
             # Every model has an eager attention, which this library replaces. Without a name GGUF chooses one itself.
             model, info = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -212,59 +173,16 @@ def _load_source(
         )
     if not tokenizer.is_fast:
         raise UnsupportedModel(f"the tokenizer of {name!r} has no fast version (a tokenizer.json)")
-    if weights != "model":
-        round_weights(model, weights, rounded)
     return model, tokenizer
 
 
-def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model without weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-
-
 def _refuse_endless(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse a configuration with so many layers or experts that building the model would take hours.
-
-    Raises:
-        UnsupportedModel: if it has more than `MAX_LAYERS` layers or experts.
-    """
+    """Refuse a configuration with so many layers or experts that building the model would take hours."""
     for field, value in config.items():
         if isinstance(value, Mapping):
             _refuse_endless(name, value)
         elif isinstance(value, int | float) and ("layer" in field or "expert" in field) and value > MAX_LAYERS:
             raise UnsupportedModel(f"{name!r} sets {field} to {value:,}; the limit is {MAX_LAYERS:,}")
-
-
-def _load_conversion(
-    conversion: GgufConversion, dtype: Any, weights: HeldFormat
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
-    """Load a converted GGUF model; one that cannot be read is deleted, and None is returned."""
-    try:
-        if conversion.is_packed:
-            tokenizer = CONVERTED_TOKENIZER.from_pretrained(conversion.folder)
-            model = load_packed(conversion.folder, weights)
-        else:
-            model, tokenizer = _load_source(str(conversion.folder), dtype, CONVERTED_TOKENIZER)
-        conversion.restore_config(model)
-    except Exception as error:  # a broken file makes its parser raise anything
-        LOG.warning("the conversion of %s cannot be read and is made again: %s", conversion.gguf.name, error)
-        conversion.discard()
-        return None
-    return model, tokenizer
-
-
-def _default_dtype(device: str, weights: HeldFormat) -> Any:
-    if torch.device(device).type != "cpu":
-        return "auto"
-    return chosen_cpu_dtype() if weights == "model" else torch.float32  # the formats' products are in float32
-
-
-def _is_bfloat16(device: str, asked: torch.dtype | None) -> bool:
-    """Return whether the device is a CPU that multiplies bfloat16 numbers, and they are asked for or faster there."""
-    if torch.device(device).type != "cpu" or not multiplies_bfloat16():
-        return False
-    return (asked or chosen_cpu_dtype()) == torch.bfloat16
 
 
 def _check_device(device: str) -> None:

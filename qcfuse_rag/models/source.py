@@ -1,15 +1,22 @@
-"""Find what a model's name means: a folder, a GGUF file or a Hugging Face id. This module imports quickly."""
+"""What a model's name means: a folder, a GGUF file or a Hugging Face id; and whether the hub answers.
+
+This module imports quickly.
+"""
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from qcfuse_rag.errors import ModelNotFound, UnsupportedModel
+from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 
-WeightFormat = Literal["model", "float16", "int8", "auto"]
-"""`model`: as loaded, in the model's dtype; `float16` and `int8`: rounded, see `models.weights`; `auto`: float16 on a
-CPU that can, unless bfloat16 is faster there."""
+WeightFormat = Literal["auto", "model", "float16"]
+"""`model`: as loaded, in the model's dtype; `float16`: rounded to float16 on a CPU, see `models.cpu_weights`; `auto`:
+whichever was measured to be faster on this CPU, and `model` elsewhere."""
+HUB_TIMEOUT_S = 6.0
+"""Most seconds to wait for the hub's first answer. Its own client would try each file six times."""
 
 
 def model_source(name: str) -> tuple[str, dict[str, Any]]:
@@ -44,3 +51,70 @@ def _gguf_option(folder: Path) -> dict[str, Any]:
         names = ", ".join(file.name for file in files)
         raise ModelNotFound(f"{folder} holds {len(files)} GGUF files; name one of them: {names}")
     return {"gguf_file": files[0].name}
+
+
+def check_weight_format(weights: str, device: str) -> None:
+    """Refuse a format of weights that there is not, or not on this device (such as `cpu` or `cuda:0`).
+
+    Raises:
+        QCFuseError: the message names what to use.
+    """
+    quantised = "load a checkpoint that torchao or bitsandbytes has quantised: transformers reads its format"
+    if weights == "int8":
+        raise QCFuseError(f"there are no int8 weights any more; {quantised}")
+    if weights not in ("auto", "model", "float16"):
+        raise QCFuseError(f"weights must be auto, model or float16, got {weights!r}")
+    if weights == "float16" and device.partition(":")[0] != "cpu":
+        raise QCFuseError(f"float16 weights are for CPUs; on {device} use dtype='float16', or {quantised}")
+
+
+def fetch_options(name: str) -> dict[str, Any]:
+    """Return the options with which transformers and sentence-transformers load a model by its name.
+
+    If the hub does not answer, nothing but its cache is used, as if HF_HUB_OFFLINE was set. Nothing is asked for a
+    file or a folder.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or Path(name).expanduser().exists() or hub_answers():
+        return {}
+    return {"local_files_only": True}
+
+
+def unreachable_reason(name: str) -> str:
+    """Say that a model is not in the cache and that the hub does not answer."""
+    from huggingface_hub import constants
+
+    return (
+        f"cannot load {name!r}: {constants.ENDPOINT} does not answer, and the model is not complete in "
+        f"{constants.HF_HUB_CACHE}; check the connection, or name the folder of a model"
+    )
+
+
+def hub_answers() -> bool:
+    """Ask the hub for anything; any answer counts, an error of the server too."""
+    from huggingface_hub import constants, get_session
+
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(Exception):  # of the connection; which ones depends on the version of huggingface_hub
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+            answered.set()
+
+    # A thread, because looking up the hub's address has no time limit of its own.
+    asking = threading.Thread(target=ask, name="qcfuse-hub", daemon=True)
+    asking.start()
+    asking.join(HUB_TIMEOUT_S)
+    return answered.is_set()
+
+
+def snapshot_folder(model: str) -> Path | None:
+    """Return the folder of a Hugging Face id in the hub's cache; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(model, "config.json")
+    except ValueError:  # no id
+        return None
+    return Path(config).parent if isinstance(config, str) else None

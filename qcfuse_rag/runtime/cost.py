@@ -19,7 +19,7 @@ import torch
 
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import CorruptEntry, QCFuseError
-from qcfuse_rag.models.cpu_dtype import processor_name
+from qcfuse_rag.models.cpu_weights import processor_name
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.attention.dense import dense_attention_name
 from qcfuse_rag.runtime.buffer import KVBuffer

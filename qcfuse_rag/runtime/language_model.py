@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,16 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.compatibility import (
     ContextWindow,
+    measure_windows,
     refuse_mismatched_tokenizer,
     refuse_unsupported,
     stock_attention_name,
 )
-from qcfuse_rag.models.cpu_dtype import multiplies_bfloat16
-from qcfuse_rag.models.fingerprint import Fingerprint, fingerprint_model, hash_weights
+from qcfuse_rag.models.cpu_weights import multiplies_bfloat16, weight_format
+from qcfuse_rag.models.fingerprint import Fingerprint, fingerprint_model
 from qcfuse_rag.models.load import load_model
-from qcfuse_rag.models.rope import KVShape, LayerRope
-from qcfuse_rag.models.rope_probe import measure_rope
-from qcfuse_rag.models.window_probe import measure_windows
+from qcfuse_rag.models.rope import KVShape, LayerRope, measure_rope
 from qcfuse_rag.runtime.attention import dispatch
 from qcfuse_rag.runtime.buffer import BufferPool, KVBuffer
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
@@ -81,11 +79,11 @@ class LanguageModel:
 
     @classmethod
     def load(
-        cls, name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "model"
+        cls, name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "auto"
     ) -> LanguageModel:
         """Load a model by id, folder or GGUF file; see `load_model` for arguments and errors."""
         loaded = load_model(name, device=device, dtype=dtype, weights=weights)
-        return cls.wrap(loaded.model, loaded.tokenizer, name=name, weights_hash=loaded.hash_weights)
+        return cls.wrap(loaded.model, loaded.tokenizer, name=name, weights_hash=loaded.weights_hash)
 
     @classmethod
     def wrap(
@@ -94,7 +92,7 @@ class LanguageModel:
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str = "",
-        weights_hash: Callable[[PreTrainedModel], str] = hash_weights,
+        weights_hash: str | None = None,
     ) -> LanguageModel:
         """Prepare a loaded model.
 
@@ -105,7 +103,7 @@ class LanguageModel:
             model: the model.
             tokenizer: its tokenizer.
             name: a name for reports.
-            weights_hash: returns what `hash_weights` returns, such as from an earlier start.
+            weights_hash: the hash of its weights, if it is known; see `hash_weights`.
 
         Raises:
             UnsupportedModel: if reuse would be wrong for the model; the error names the property.
@@ -144,6 +142,12 @@ class LanguageModel:
         """Dtype of computed and stored keys and values."""
         dtype: torch.dtype = self.model.dtype
         return dtype
+
+    @property
+    def number_formats(self) -> str:
+        """The dtype, and the weights' format if it is another: such as `float32` or `float32, float16 weights`."""
+        weights = weight_format(self.model)
+        return self.fingerprint.dtype if weights == "model" else f"{self.fingerprint.dtype}, {weights} weights"
 
     @cached_property
     def grammar_vocabulary(self) -> LLTokenizer:

@@ -23,7 +23,8 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
-from qcfuse_rag.models.kept_result import KeptResult
+from qcfuse_rag.models.cpu_weights import weight_format
+from qcfuse_rag.models.kept import KeptResult
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.runtime.attention.dense import chosen_backends, dense_attention_name
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
@@ -42,8 +43,6 @@ MAX_CHECK_TOKENS = {"cpu": 160, "cuda": 4600}
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 ROUNDING_ERRORS = 3.0
 """The engine's logits may differ from the model's by this multiple of the model's distance to its float32 logits."""
-INT8_TOLERANCE = 0.05
-"""With int8 weights, activations are rounded: measured differences are .005 or less (`models.weights.int8_linear`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class ExactnessCheck:
         all_rows: every row computed, against the model's plain forward.
         question_rows: the question's rows over moved chunks, against caches the model computed in place.
         step: the last row as a decode step computes it, against the model's plain forward.
-        tolerance: the largest difference that the model's dtype, weight format and rounding errors allow.
+        tolerance: the largest difference that the model's dtype and rounding errors allow.
     """
 
     all_rows: float
@@ -100,8 +99,6 @@ def measure_exactness(lm: LanguageModel) -> ExactnessCheck:
         plain = lm.model(input_ids=torch.tensor([prompt.ids], device=lm.device)).logits[0, -1].float()
         naive = naive_concatenation(lm, [torch.tensor(ids, device=lm.device) for ids in parts])[-1]
     tolerance = TOLERANCE.get(lm.dtype, 1e-3)
-    if lm.fingerprint.weight_format == "int8":
-        tolerance = max(tolerance, INT8_TOLERANCE)
     differences = _difference(full.logits, plain), _difference(fused_reuse, naive), _difference(step, plain)
     if max(differences) > tolerance and lm.dtype != torch.float32:
         tolerance = max(tolerance, ROUNDING_ERRORS * _rounding_error(lm, prompt.ids, plain))
@@ -227,6 +224,7 @@ def check_identity(lm: LanguageModel) -> dict[str, Any]:
     return {
         "fingerprint": lm.fingerprint.digest,
         "architecture": type(lm.model).__name__,
+        "weights": weight_format(lm.model),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "qcfuse-rag": qcfuse_rag.__version__,

@@ -10,8 +10,7 @@ from transformers.models.cohere2.modeling_cohere2 import apply_rotary_pos_emb as
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_split_rotation
 
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.models.rope import angles, rotate, rotate_into
-from qcfuse_rag.models.rope_probe import measure_rope
+from qcfuse_rag.models.rope import angles, measure_rope, rotate, rotate_into
 from tests.support.families import build_model
 
 FREQUENCIES = 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16)

@@ -44,7 +44,8 @@ def run_demo(config: EngineConfig, options: DemoOptions, *, as_json: bool) -> No
         folder = options.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qcfuse-demo-")))
         with status("loading the model and checking it against its own code"):
             # prefix_bytes=0, or the second side would reuse what the first one computed
-            own = replace(config, store=str(folder / "kv"), compiled=False, prefix_bytes=0)
+            weights = config.weights or "model"
+            own = replace(config, weights=weights, store=str(folder / "kv"), compiled=False, prefix_bytes=0)
             engine = stack.enter_context(FusionEngine.load(own))
             embed = Embedder(options.embedder or default_embedder())
             vectors = embed(texts)
@@ -91,7 +92,7 @@ def report(
     """Print the table or the JSON object, and write the page if one was asked for."""
     totals = summarise(pairs)
     about = (
-        f"{Path(engine.lm.name).name}, {engine.lm.fingerprint.number_formats}, {engine.lm.device}, threads: "
+        f"{Path(engine.lm.name).name}, {engine.lm.number_formats}, {engine.lm.device}, threads: "
         f"{torch.get_num_threads()}; {options.top_k} documents for each question"
     )
     if options.html is not None:

@@ -6,6 +6,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import cached_assets_path
@@ -13,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel
-from qcfuse_rag.models import kept_hash, kept_result, load
+from qcfuse_rag.models import kept, load
 from qcfuse_rag.models.fingerprint import hash_weights
-from qcfuse_rag.models.kept_hash import FileState, hash_once, snapshot_folder
+from qcfuse_rag.models.kept import FileState, hash_once
+from qcfuse_rag.models.source import snapshot_folder
 from tests.support.families import build_model
 
 HASHES = ("0" * 32, "1" * 32)
@@ -24,8 +26,8 @@ HASHES = ("0" * 32, "1" * 32)
 @pytest.fixture(autouse=True)
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of kept hashes, which is this test's own; files count as settled at once."""
-    monkeypatch.setattr(kept_result, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
-    monkeypatch.setattr(kept_hash, "SETTLED_S", 0.0)
+    monkeypatch.setattr(kept, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    monkeypatch.setattr(kept, "SETTLED_S", 0.0)
     return tmp_path / "assets" / "qcfuse-rag" / "hashes"
 
 
@@ -78,21 +80,23 @@ def test_changed_weights_are_hashed_again(folder: Path, hashed: list[str], times
     assert len(hashed) == 2
 
 
-def test_each_dtype_and_format_of_weights_has_its_own_hash(folder: Path, hashed: list[str]) -> None:
+def test_each_dtype_has_its_own_hash(folder: Path, hashed: list[str]) -> None:
     for _ in range(2):
-        for dtype, weights in (("float32", "model"), ("bfloat16", "model"), ("float32", "int8")):
-            LanguageModel.load(str(folder), device="cpu", dtype=dtype, weights=weights)
-    assert len(hashed) == len(set(hashed)) == 3
+        for dtype in ("float32", "bfloat16"):
+            LanguageModel.load(str(folder), device="cpu", dtype=dtype)
+    assert len(hashed) == len(set(hashed)) == 2
 
 
-def test_weights_that_are_quantised_while_they_are_loaded_are_always_hashed(folder: Path, hashed: list[str]) -> None:
-    loaded = load.load_model(str(folder), device="cpu")
-    loaded.model.hf_quantizer = object()  # type: ignore[assignment]  # as bitsandbytes' has
-    assert loaded.hash_weights(loaded.model) == loaded.hash_weights(loaded.model)
+def test_weights_that_are_quantised_while_they_are_loaded_are_always_hashed(
+    folder: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PreTrainedModel, "hf_quantizer", object(), raising=False)  # as bitsandbytes' has
+    first, again = (load.load_model(str(folder), device="cpu").weights_hash for _ in range(2))
+    assert first == again
     assert len(hashed) == 2
 
 
-def test_other_code_or_versions_hash_anew(folder: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_hash_anew(folder: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     LanguageModel.load(str(folder), device="cpu")
     monkeypatch.setattr(load, "version", lambda _: "5.99")
     LanguageModel.load(str(folder), device="cpu")
@@ -109,7 +113,7 @@ def test_a_wrapped_model_is_always_hashed(folder: Path, hashed: list[str], token
 def test_a_file_that_was_just_changed_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "weights"
     file.write_bytes(b"1")
-    monkeypatch.setattr(kept_hash, "SETTLED_S", 60.0)
+    monkeypatch.setattr(kept, "SETTLED_S", 60.0)
     state = FileState.read(file)
     assert [hash_once(state, {}, lambda value=value: value) for value in HASHES] == list(HASHES)  # type: ignore[misc]
 
@@ -174,9 +178,8 @@ def test_the_files_of_an_id_are_those_of_its_snapshot(
     folder.rename(snapshot)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
-    monkeypatch.setattr(
-        kept_hash, "try_to_load_from_cache", partial(kept_hash.try_to_load_from_cache, cache_dir=tmp_path / "hub")
-    )
+    found = partial(huggingface_hub.try_to_load_from_cache, cache_dir=tmp_path / "hub")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", found)
     assert snapshot_folder("some/model") == snapshot
     assert snapshot_folder("some/other") is None
     assert snapshot_folder("no/id/at all") is None

@@ -1,10 +1,8 @@
 """Read GGUF files once: cache their header while they are loaded, and keep the converted model for later starts.
 
-Reading the vocabulary and dequantising take most of a start.
-
-A converted model is a folder with the weights as safetensors in the format they were loaded in, the tokenizer and the
-configuration. It lies among the assets of huggingface_hub (`HF_ASSETS_CACHE`, by default
-`~/.cache/huggingface/assets/qcfuse-rag/gguf`) and may be deleted at any time.
+Reading the vocabulary and dequantising take most of a start. A converted model is a folder with the weights as
+safetensors in their dtype, the tokenizer and the configuration. It lies among the assets of huggingface_hub
+(`HF_ASSETS_CACHE`, by default `~/.cache/huggingface/assets/qcfuse-rag/gguf`) and may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import logging
 import os
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,9 +27,7 @@ from huggingface_hub import cached_assets_path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from qcfuse_rag.models.kept_hash import FileState, hash_once
-from qcfuse_rag.models.weights.formats import weight_format
-from qcfuse_rag.models.weights.packed_checkpoint import TENSORS_FILE, packed_bytes, save_packed
+from qcfuse_rag.models.kept import FileState, hash_once
 
 LOG = logging.getLogger(__name__)
 
@@ -46,11 +41,6 @@ FREE_BYTES = 2 << 30
 """Disk space to leave free."""
 ABANDONED_S = 3600.0
 """Age from which on an unfinished conversion is taken for that of a process that was killed."""
-BLOCK_BYTES = 1 << 24
-CACHED_GGUF_FUNCTIONS = ("GGUFReader", "get_tensor_name_map")
-"""Functions of `gguf` that transformers calls repeatedly with the same arguments; it does not change their results."""
-
-_GGUF_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +49,22 @@ class GgufConversion:
 
     Attributes:
         gguf: the GGUF file.
-        folder: the folder of the converted model; its name hashes the file's bytes, the dtype, the weights' format
-            and the version of transformers.
+        folder: the folder of the converted model; its name hashes the file's bytes, the dtype and the version of
+            transformers.
     """
 
     gguf: Path
     folder: Path
 
     @classmethod
-    def locate(cls, gguf: Path, dtype: torch.dtype | str, weights: str) -> GgufConversion | None:
+    def locate(cls, gguf: Path, dtype: torch.dtype | str) -> GgufConversion | None:
         """Return where the conversion of a file lies; None if conversions are off or the file cannot be read.
 
-        Reads the whole file the first time, in about 0.1 s per GB if the system has it in memory; see `kept_hash`.
+        Reads the whole file the first time, in about 0.1 s per GB if the system has it in memory.
         """
         if os.environ.get(SWITCH) == "0":
             return None
-        settings = f"{dtype} {weights} {transformers.__version__} "
+        settings = f"{dtype} model {transformers.__version__} "
         try:
             name = hash_once(FileState.read(gguf), {"bytes": settings}, lambda: _hash_file(gguf, settings))
             return cls(gguf, cached_assets_path("qcfuse-rag", "gguf", name))
@@ -87,11 +77,6 @@ class GgufConversion:
         """Return whether the folder holds a complete conversion."""
         return (self.folder / SOURCE_FILE).is_file()
 
-    @property
-    def is_packed(self) -> bool:
-        """Return whether the weights of a complete conversion are in float16 or int8."""
-        return (self.folder / TENSORS_FILE).is_file()
-
     def restore_config(self, model: PreTrainedModel) -> None:
         """Give a model loaded from the folder the configuration it has when loaded from the GGUF file."""
         source = json.loads((self.folder / SOURCE_FILE).read_text("utf-8"))
@@ -102,12 +87,9 @@ class GgufConversion:
             model.config.quantization_config.gguf_file = self.gguf.name
 
     def save(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep a model loaded from the GGUF file, in the dtype or rounded.
-
-        Whatever prevents that is logged and ignored.
-        """
+        """Keep a model loaded from the GGUF file; whatever prevents that is logged and ignored."""
         part = self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}.part")
-        size = packed_bytes(model)
+        size = sum({weight.data_ptr(): weight.nbytes for weight in model.state_dict().values()}.values())
         try:
             self._remove_abandoned_parts()
             if shutil.disk_usage(self.folder.parent).free < size + FREE_BYTES:
@@ -139,15 +121,15 @@ class GgufConversion:
 def _hash_file(path: Path, settings: str) -> str:
     state = xxhash.xxh3_128(settings.encode())
     with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
+        while block := file.read(1 << 24):
             state.update(block)
     return state.hexdigest()
 
 
 def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    architectures = model.config.architectures  # saving fills them in
-    folder.mkdir(mode=0o700)
     config: Any = model.config
+    architectures = config.architectures  # saving fills them in
+    folder.mkdir(mode=0o700)
     quantization = getattr(config, "quantization_config", None)
     quantizer = getattr(model, "hf_quantizer", None)
     # transformers refuses to save a model that says it is in GGUF's format, though its weights are plain by now.
@@ -155,11 +137,7 @@ def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         del config.quantization_config
     model.hf_quantizer = None
     try:
-        weights = weight_format(model)
-        if weights == "model":
-            model.save_pretrained(folder)
-        else:
-            save_packed(model, folder, weights)
+        model.save_pretrained(folder)
     finally:
         if quantization is not None:
             config.quantization_config = quantization
@@ -168,30 +146,26 @@ def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     tokenizer.save_pretrained(folder)
     saved = CONVERTED_TOKENIZER.from_pretrained(folder)
     if saved.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
-        raise OSError(f"transformers does not load the tokenizer of {model.config.model_type} as it was saved")
+        raise OSError(f"transformers does not load the tokenizer of {config.model_type} as it was saved")
     source = {"architectures": architectures, "quantization": quantization and quantization.to_dict()}
     (folder / SOURCE_FILE).write_text(json.dumps(source), "utf-8")
 
 
 @contextmanager
 def cached_gguf_header() -> Iterator[None]:
-    """Cache what `gguf` reads until the block ends; blocks of other threads wait.
+    """Cache what `gguf` reads until the block ends; one block at a time.
 
     transformers (5.15 to 5.23) reads a GGUF header three times, for the configuration, the tokenizer and the weights,
     each time with the whole vocabulary, and lists the tensor names once for each module of the model. That takes longer
-    than reading the weights.
-
-    Other threads that read with `gguf` meanwhile get the cached results too. `GGUFReader` is a function until the block
-    ends: code that derives from it or calls `isinstance` with it must not be imported or run meanwhile.
+    than reading the weights. `GGUFReader` is a function until the block ends.
     """
     import gguf
 
-    with _GGUF_LOCK:
-        originals = {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS}
-        try:
-            for name, function in originals.items():
-                setattr(gguf, name, lru_cache(maxsize=1)(function))
-            yield
-        finally:
-            for name, function in originals.items():
-                setattr(gguf, name, function)
+    originals = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, function in originals.items():
+            setattr(gguf, name, lru_cache(maxsize=1)(function))
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(gguf, name, function)

@@ -15,29 +15,26 @@ import pytest
 import torch
 from huggingface_hub import cached_assets_path
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qcfuse_rag.errors import ModelNotFound
-from qcfuse_rag.models import gguf_cache, kept_hash, kept_result, load
-from qcfuse_rag.models.gguf_cache import CACHED_GGUF_FUNCTIONS, SOURCE_FILE, SWITCH, cached_gguf_header
+from qcfuse_rag.models import gguf as conversions
+from qcfuse_rag.models import kept, load
+from qcfuse_rag.models.gguf import SOURCE_FILE, SWITCH, cached_gguf_header
 from qcfuse_rag.models.load import load_model
-from qcfuse_rag.models.weights import gguf_tensors
-from qcfuse_rag.models.weights.formats import weight_format
-from qcfuse_rag.models.weights.packed_checkpoint import TENSORS_FILE
 from qcfuse_rag.runtime.language_model import LanguageModel
 from tests.support.cases import cases
 from tests.support.passages import QUESTION
 
-OWN = {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS}
+OWN = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
 
 
 @pytest.fixture(autouse=True)
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of conversions, which is this test's own, as are kept hashes; files settle at once."""
-    for module in (gguf_cache, kept_result):
+    for module in (conversions, kept):
         monkeypatch.setattr(module, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
-    monkeypatch.setattr(kept_hash, "SETTLED_S", 0.0)
+    monkeypatch.setattr(kept, "SETTLED_S", 0.0)
     return tmp_path / "assets" / "qcfuse-rag" / "gguf"
 
 
@@ -122,19 +119,17 @@ def test_nothing_is_remembered_afterwards(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF, but no more than that")
     with pytest.raises(ModelNotFound, match=r"broken\.gguf"):
         load_model(str(tmp_path / "broken.gguf"), device="cpu")
-    assert {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS} == OWN
+    assert {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")} == OWN
     with cached_gguf_header():
         assert gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2) is gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
-    assert {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS} == OWN
+    assert {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")} == OWN
 
 
-@pytest.mark.parametrize("weights", ["model", "int8"])
-def test_a_later_start_reads_the_conversion_alone(file: Path, read: list[str], weights: str) -> None:
-    first = LanguageModel.load(str(file), device="cpu", weights=weights)
+def test_a_later_start_reads_the_conversion_alone(file: Path, read: list[str]) -> None:
+    first = LanguageModel.load(str(file), device="cpu")
     read.clear()
-    second = LanguageModel.load(str(file), device="cpu", weights=weights)
+    second = LanguageModel.load(str(file), device="cpu")
     assert read == []
-    assert second.fingerprint.weight_format == weights
     assert second.fingerprint == first.fingerprint
     assert second.name == first.name
     assert second.model.config.to_dict() == first.model.config.to_dict()
@@ -145,26 +140,14 @@ def test_a_later_start_reads_the_conversion_alone(file: Path, read: list[str], w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["model", "int8"])
 def test_from_the_third_start_on_neither_the_file_nor_the_weights_are_hashed(
-    file: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+    file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = LanguageModel.load(str(file), device="cpu", weights=weights)
-    assert LanguageModel.load(str(file), device="cpu", weights=weights).fingerprint == first.fingerprint
-    monkeypatch.setattr(gguf_cache, "_hash_file", None)
+    first = LanguageModel.load(str(file), device="cpu")
+    assert LanguageModel.load(str(file), device="cpu").fingerprint == first.fingerprint
+    monkeypatch.setattr(conversions, "_hash_file", None)
     monkeypatch.setattr(load, "hash_weights", None)
-    assert LanguageModel.load(str(file), device="cpu", weights=weights).fingerprint == first.fingerprint
-
-
-def test_a_changed_conversion_is_hashed_again(file: Path, assets: Path) -> None:
-    for _ in range(2):
-        first = LanguageModel.load(str(file), device="cpu")
-    (path,) = assets.glob("*/model.safetensors")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 0x40
-    path.write_bytes(data)
-    changed = LanguageModel.load(str(file), device="cpu")
-    assert first.fingerprint.differences(changed.fingerprint.fields()) == ["weights"]
+    assert LanguageModel.load(str(file), device="cpu").fingerprint == first.fingerprint
 
 
 def test_each_dtype_has_its_own_conversion(file: Path, assets: Path, read: list[str]) -> None:
@@ -172,26 +155,6 @@ def test_each_dtype_has_its_own_conversion(file: Path, assets: Path, read: list[
         loaded = load_model(str(file), device="cpu", dtype=dtype).model
         assert loaded.dtype == getattr(torch, dtype)
     assert len(read) == len(list(assets.iterdir())) == 2
-
-
-def test_int8_is_kept_in_int8_and_is_never_taken_for_another_format(file: Path, assets: Path, read: list[str]) -> None:
-    for weights in ("int8", "model", "int8", "model"):
-        loaded = load_model(str(file), device="cpu", weights=weights).model
-        assert weight_format(loaded) == weights
-    assert len(read) == len(list(assets.iterdir())) == 2
-    sizes = [sum(path.stat().st_size for path in folder.glob("*.safetensors")) for folder in assets.iterdir()]
-    assert min(sizes) < 0.4 * max(sizes)
-
-
-def test_memory_is_given_back_at_each_tensor_when_the_header_is_forgotten(
-    file: Path, model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    headers: list[int] = []
-    monkeypatch.setattr(
-        gguf_tensors, "return_freed_memory", lambda: headers.append(gguf.GGUFReader.cache_info().currsize)
-    )
-    load_model(str(file), device="cpu", weights="int8")
-    assert headers == [0] * len(list(model.parameters()))
 
 
 def test_a_changed_file_is_another_model_even_with_the_old_times(file: Path, read: list[str]) -> None:
@@ -222,26 +185,6 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-INT8_DAMAGES: dict[str, Callable[[Path], None]] = {
-    "no weights": lambda folder: (folder / TENSORS_FILE).unlink(),
-    "half the weights": lambda folder: _cut(folder / TENSORS_FILE),
-    "weights of another model": lambda folder: save_file({"norm": torch.ones(3)}, folder / TENSORS_FILE),
-    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
-    "half a configuration": lambda folder: _cut(folder / "config.json"),
-}
-
-
-@pytest.mark.parametrize("damage", cases(INT8_DAMAGES, "half the weights"))
-def test_a_damaged_conversion_in_int8_is_made_again(
-    file: Path, assets: Path, read: list[str], damage: Callable[[Path], None]
-) -> None:
-    first = LanguageModel.load(str(file), device="cpu", weights="int8")
-    damage(next(assets.iterdir()))
-    for _ in range(2):
-        assert LanguageModel.load(str(file), device="cpu", weights="int8").fingerprint == first.fingerprint
-        assert len(read) == 2
-
-
 @pytest.mark.parametrize("damage", cases(DAMAGES, "half the weights", "no source", "bytes as source"))
 def test_a_damaged_conversion_is_made_again(
     file: Path, assets: Path, read: list[str], damage: Callable[[Path], None]
@@ -257,7 +200,7 @@ def test_a_damaged_conversion_is_made_again(
 def test_a_full_disk_keeps_no_conversion(
     file: Path, assets: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=gguf_cache.FREE_BYTES))
+    monkeypatch.setattr(conversions.shutil, "disk_usage", lambda _: SimpleNamespace(free=conversions.FREE_BYTES))
     for _ in range(2):
         load_model(str(file), device="cpu")
     assert len(read) == 2
@@ -274,7 +217,7 @@ def test_a_conversion_that_cannot_be_written_leaves_the_model_loaded(
         (folder / "model.safetensors").write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(gguf_cache, "_write", fail)
+    monkeypatch.setattr(conversions, "_write", fail)
     for _ in range(2):
         load_model(str(file), device="cpu")
     assert len(read) == 2

@@ -1,0 +1,165 @@
+"""Choose how CPUs compute: bfloat16, float16 weights or float32, by measuring each for about a second.
+
+bfloat16 halves the bytes of weights and of caches, but rounds activations, and without AMX or AVX-512-BF16 torch
+converts each number: it is measured only where the processor multiplies such numbers. Float16 weights halve the bytes
+that a decode step waits for, and leave activations and sums in float32 (`benchmarks/results/weights.md`).
+
+Caches of one dtype are misses for the other, so the choice is kept (`models.kept`): a second measurement must not
+decide otherwise. Float16 weights are float32 to a cache: what a checkpoint has in 16 bits keeps its value, but for
+numbers below 6e-8.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from qcfuse_rag.errors import QCFuseError, UnsupportedModel
+from qcfuse_rag.models.kept import KeptResult
+
+LOG = logging.getLogger(__name__)
+
+SWITCH = "QCFUSE_CPU_DTYPE"
+"""Environment variable that names the choice instead of a measurement, for several machines that share a store."""
+CHOICES = ("bfloat16", "float16", "float32")
+CHANNELS, WIDER = 2048, 8192
+"""Channels before and behind the measured products: 64 MB of float32, more than most caches hold."""
+PASS_ROWS, STEPS = 256, 64
+"""Rows of a fused prefill, and decode steps behind it."""
+WORTH = 0.8
+"""A choice other than float32 takes at most this share of float32's time."""
+SAMPLES = 5
+"""The fastest sample of each product counts, which is disturbed least."""
+
+
+def chosen_cpu_numbers() -> str:
+    """Return the member of `CHOICES` for this CPU, as measured now or kept from an earlier measurement.
+
+    Raises:
+        ValueError: if the environment names another.
+    """
+    if named := os.environ.get(SWITCH):
+        if named not in CHOICES:
+            raise ValueError(f"{SWITCH} must be {', '.join(CHOICES)}, got {named!r}")
+        return named
+    possible = {"bfloat16": multiplies_bfloat16(), "float16": multiplies_float16_weights()}
+    if not any(possible.values()):
+        return "float32"
+    result = KeptResult("dtypes", "dtype.json", processor_name(), field="processor")
+    kept = (result.read() or {}).get("dtype")
+    if kept in CHOICES and possible.get(kept, True):
+        return str(kept)
+    seconds = {name: answer_seconds(name) for name in CHOICES if possible.get(name, True)}
+    chosen = next(name for name in seconds if name == "float32" or seconds[name] <= WORTH * seconds["float32"])
+    LOG.info("%s is the fastest here: %s", chosen, seconds)
+    result.keep(dtype=chosen, seconds=seconds)
+    return chosen
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether this CPU has AMX or AVX-512-BF16, and torch uses oneDNN, which knows them."""
+    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # older versions of torch have fewer of them
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_onednn and any(hasattr(torch.cpu, name) and getattr(torch.cpu, name)() for name in names)
+
+
+def multiplies_float16_weights() -> bool:
+    """Return whether this torch has FBGEMM's products of float16 weights: x86 processors with AVX2."""
+    has_products = hasattr(torch.ops.quantized, "linear_dynamic_fp16")
+    return torch.backends.quantized.engine in ("x86", "fbgemm") and has_products
+
+
+@torch.inference_mode()
+def answer_seconds(numbers: str) -> float:
+    """Measure a linear layer over the rows of a prefill and over those of the steps behind it; return the seconds.
+
+    A single row of bfloat16 is multiplied as a vector (`runtime.fused_layers.single_row_products`).
+    """
+    dtype = torch.bfloat16 if numbers == "bfloat16" else torch.float32
+    weight, rows = torch.randn(WIDER, CHANNELS, dtype=dtype), torch.randn(PASS_ROWS, CHANNELS, dtype=dtype)
+    if numbers == "float16":
+        packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+        product = torch.ops.quantized.linear_dynamic_fp16
+        return _fastest(product, rows, packed) + STEPS * _fastest(product, rows[:1], packed)
+    return _fastest(linear, rows, weight) + STEPS * _fastest(torch.mv, weight, rows[0])
+
+
+def _fastest(product: Callable[..., Tensor], *operands: object) -> float:
+    product(*operands)  # pays for one-time setup
+    samples = []
+    for _ in range(SAMPLES):
+        started = time.perf_counter()
+        product(*operands)
+        samples.append(time.perf_counter() - started)
+    return min(samples)
+
+
+def processor_name() -> str:
+    """Return the name of the processor, under which the choice is kept.
+
+    The number of threads and the version of torch also affect the speed. They are not part of the name: another dtype
+    would make the stored caches misses.
+    """
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+class Float16Linear(nn.Module):
+    """A linear layer with float16 weights, which FBGEMM widens as it reads them, and float32 activations and sums.
+
+    Args:
+        linear: the layer whose weights to round; it is not changed.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[.., out]` float32 for `[.., in]` float32."""
+        return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)  # type: ignore[no-any-return]
+
+
+def pack_float16(model: PreTrainedModel) -> None:
+    """Replace the plain linear layers of a float32 model, one at a time; embeddings and other weights stay.
+
+    Raises:
+        QCFuseError: if this torch has no such products.
+        UnsupportedModel: if a weight is too large for float16, or the layers' weights are not those of plain linear
+            layers, such as experts; the model is unchanged then.
+    """
+    if not multiplies_float16_weights():
+        raise QCFuseError("float16 weights need torch's FBGEMM, on an x86 processor with AVX2; use weights='model'")
+    layers = model.get_decoder().get_submodule("layers")
+    linears = {module: name for name, module in layers.named_modules() if type(module) is nn.Linear}
+    plain = {f"{name}.weight" for name in linears.values()}
+    for name, weight in layers.named_parameters():
+        if weight.dim() > 1 and name not in plain:
+            raise UnsupportedModel(f"layers.{name} is no plain linear layer; load the model with weights='model'")
+        if weight.dtype != torch.float32 or float(weight.detach().abs().max()) > torch.finfo(torch.float16).max:
+            raise UnsupportedModel(f"layers.{name} does not fit float16; load the model with weights='model'")
+    for module, name in linears.items():
+        parent, _, child = name.rpartition(".")
+        setattr(layers.get_submodule(parent), child, Float16Linear(module))
+    output = model.get_output_embeddings()
+    if type(output) is nn.Linear:
+        model.set_output_embeddings(Float16Linear(output))
+
+
+def weight_format(model: nn.Module) -> str:
+    """Return `float16` for a model of `pack_float16`, else `model`."""
+    return "float16" if any(isinstance(module, Float16Linear) for module in model.modules()) else "model"

@@ -1,0 +1,125 @@
+"""Keep results of slow work, such as hashes of large files, so that later processes on this machine do not repeat it.
+
+A result is a small JSON file in `qcfuse-rag` among the assets of huggingface_hub (`HF_ASSETS_CACHE`, by default
+`~/.cache/huggingface/assets`), which may be deleted at any time. A result that cannot be read is missing. A result that
+cannot be written is computed again by the next process.
+
+A hash is kept for the state of the files: path, size, inode, and the times of the last change of content and of
+anything (`st_ctime_ns`, which programs cannot set on Linux and macOS). A change that leaves all of these is not
+noticed: bits that a disk loses, a clock that was set back, and on Windows, which has no such second time, a program
+that sets the first one back. Delete the folder `hashes` then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from huggingface_hub import cached_assets_path
+
+from qcfuse_rag.atomic_write import write_atomically
+from qcfuse_rag.models.fingerprint import digest
+
+LOG = logging.getLogger(__name__)
+
+SETTLED_S = 2.0
+"""Seconds since the last change after which a file's times tell later changes apart; FAT counts in steps of two."""
+HASH = re.compile("[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResult:
+    """The place of a result.
+
+    Attributes:
+        folder: of all results of this kind.
+        file_name: of the result.
+        identity: all that the result depends on: a text, or other data ready for JSON.
+        field: name of the identity in the file.
+    """
+
+    folder: str
+    file_name: str
+    identity: Any
+    field: str = "identity"
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the kept fields; None if there is no readable file of this identity."""
+        try:
+            kept = json.loads(self._path().read_text("utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return kept if isinstance(kept, dict) and kept.get(self.field) == self.identity else None
+
+    def keep(self, **fields: Any) -> None:
+        """Write the fields of a result, ready for JSON."""
+        try:
+            write_atomically(self._path(), json.dumps({self.field: self.identity, **fields}), sync=False)
+        except (OSError, ValueError) as error:  # huggingface_hub raises ValueError for a file in the folder's place
+            LOG.info("%s is not kept: %s", self.file_name, error)
+
+    def _path(self) -> Path:
+        text = self.identity if isinstance(self.identity, str) else json.dumps(self.identity, sort_keys=True)
+        return cached_assets_path("qcfuse-rag", self.folder, digest(text.encode())) / self.file_name
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """The state of a file, or of the files in a folder, at one moment.
+
+    Attributes:
+        path: the file or folder.
+        files: path, size, inode and times of each, in ascending order.
+        settled: whether the last change was so long ago that a later one has other times.
+    """
+
+    path: Path
+    files: tuple[tuple[str, int, int, int, int, int], ...]
+    settled: bool
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Return the state; None if it cannot be read, or a folder's index of weights names files elsewhere."""
+        try:
+            path, now = path.resolve(strict=True), time.time()
+            members = sorted(path.iterdir()) if path.is_dir() else [path]
+            indices = [member for member in members if member.match("*.index.json")]
+            if any(set(index.read_text("utf-8")) & {"/", "\\"} for index in indices):
+                return None
+            stats = [(member, member.stat()) for member in members if not member.is_dir()]
+        except (OSError, ValueError):
+            return None
+        files = tuple((str(m), s.st_size, s.st_dev, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for m, s in stats)
+        latest = max((max(file[-2:]) for file in files), default=0)
+        return cls(path, files, latest < (now - SETTLED_S) * 1e9)
+
+    def is_current(self) -> bool:
+        """Return whether the files still have this state."""
+        now = FileState.read(self.path)
+        return now is not None and now.files == self.files
+
+
+def hash_once(state: FileState | None, settings: dict[str, str], compute: Callable[[], str]) -> str:
+    """Return the kept hash of files in a state; without one, compute the hash and keep it.
+
+    Args:
+        state: the state of the files before any of them was read; None keeps nothing.
+        settings: all else that the hash depends on, ready for JSON.
+        compute: returns the hash, 32 hexadecimal digits.
+    """
+    if state is None or not state.settled or not state.is_current():
+        return compute()
+    result = KeptResult("hashes", "hash.json", {"files": [list(file) for file in state.files], **settings})
+    kept = (result.read() or {}).get("hash")
+    if isinstance(kept, str) and HASH.fullmatch(kept):
+        return kept
+    value = compute()
+    if state.is_current():
+        result.keep(hash=value)
+    return value

@@ -1,0 +1,233 @@
+"""How a CPU computes: measured once, overruled by the user; float16 weights are near the model's and the same model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import cached_assets_path
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag.errors import QCFuseError, UnsupportedModel
+from qcfuse_rag.models import cpu_weights, kept
+from qcfuse_rag.models.cpu_weights import (
+    SWITCH,
+    WORTH,
+    Float16Linear,
+    answer_seconds,
+    chosen_cpu_numbers,
+    multiplies_bfloat16,
+    multiplies_float16_weights,
+    pack_float16,
+    weight_format,
+)
+from qcfuse_rag.models.load import load_model
+from qcfuse_rag.verification.exactness import measure_exactness
+from tests.support.families import build_model
+from tests.support.passages import PASSAGES, QUESTION
+
+ALL_SLOW = {"bfloat16": WORTH + 0.01, "float16": WORTH + 0.01, "float32": 1.0}
+with_products = pytest.mark.skipif(not multiplies_float16_weights(), reason="this torch has no FBGEMM")
+
+
+@pytest.fixture(autouse=True)
+def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of kept choices, which is this test's own."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setattr(kept, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    return tmp_path / "assets" / "qcfuse-rag" / "dtypes"
+
+
+def give(patch: pytest.MonkeyPatch, seconds: dict[str, float] | None, *, bfloat16: bool, float16: bool) -> None:
+    """Let the CPU multiply such numbers or not, and an answer take these seconds; None fails if asked."""
+
+    def measured(numbers: str) -> float:
+        return pytest.fail("measured") if seconds is None else seconds[numbers]
+
+    patch.setattr(cpu_weights, "multiplies_bfloat16", lambda: bfloat16)
+    patch.setattr(cpu_weights, "multiplies_float16_weights", lambda: float16)
+    patch.setattr(cpu_weights, "answer_seconds", measured)
+
+
+def test_nothing_is_measured_where_there_is_no_choice(monkeypatch: pytest.MonkeyPatch, assets: Path) -> None:
+    give(monkeypatch, None, bfloat16=False, float16=False)
+    assert chosen_cpu_numbers() == "float32"
+    assert not assets.exists()
+
+
+@pytest.mark.parametrize("instructions", [True, False])
+def test_bfloat16_is_multiplied_by_processors_that_have_it(monkeypatch: pytest.MonkeyPatch, instructions: bool) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions, raising=False)
+    assert multiplies_bfloat16() == instructions
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")  # as in older versions of torch
+    assert multiplies_bfloat16() == instructions
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not multiplies_bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("faster", "bfloat16", "expected"),
+    [
+        ({"bfloat16": WORTH, "float16": 0.1}, True, "bfloat16"),  # as before there were float16 weights
+        ({"bfloat16": 0.1, "float16": WORTH}, False, "float16"),
+        ({"float16": WORTH}, True, "float16"),
+        ({}, True, "float32"),
+    ],
+)
+def test_the_measurement_decides_once(
+    faster: dict[str, float], bfloat16: bool, expected: str, monkeypatch: pytest.MonkeyPatch, assets: Path
+) -> None:
+    give(monkeypatch, ALL_SLOW | faster, bfloat16=bfloat16, float16=True)
+    assert chosen_cpu_numbers() == expected
+    give(monkeypatch, None, bfloat16=bfloat16, float16=True)
+    assert chosen_cpu_numbers() == expected
+    (file,) = assets.rglob("dtype.json")
+    file.write_text('{"dtype": "int4"}')
+    give(monkeypatch, ALL_SLOW, bfloat16=True, float16=True)
+    assert chosen_cpu_numbers() == "float32", "a damaged file is measured again"
+
+
+def test_another_processor_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    give(monkeypatch, ALL_SLOW | {"bfloat16": 0.1}, bfloat16=True, float16=True)
+    assert chosen_cpu_numbers() == "bfloat16"
+    monkeypatch.setattr(cpu_weights, "processor_name", lambda: "another")
+    give(monkeypatch, ALL_SLOW, bfloat16=True, float16=True)
+    assert chosen_cpu_numbers() == "float32"
+
+
+def test_a_folder_that_cannot_be_written_does_not_matter(monkeypatch: pytest.MonkeyPatch, assets: Path) -> None:
+    assets.parent.mkdir(parents=True)
+    assets.write_text("a file")
+    give(monkeypatch, ALL_SLOW | {"float16": 0.1}, bfloat16=False, float16=True)
+    assert chosen_cpu_numbers() == "float16"
+
+
+def test_the_environment_names_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    give(monkeypatch, None, bfloat16=True, float16=True)
+    monkeypatch.setenv(SWITCH, "float32")
+    assert chosen_cpu_numbers() == "float32"
+    monkeypatch.setenv(SWITCH, "float8")
+    with pytest.raises(ValueError, match=f"{SWITCH} must be bfloat16, float16, float32, got 'float8'"):
+        chosen_cpu_numbers()
+
+
+@pytest.mark.parametrize("numbers", ["bfloat16", "float32", pytest.param("float16", marks=with_products)])
+def test_an_answer_of_each_is_measured(monkeypatch: pytest.MonkeyPatch, numbers: str) -> None:
+    monkeypatch.setattr(cpu_weights, "CHANNELS", 64)
+    monkeypatch.setattr(cpu_weights, "WIDER", 64)
+    assert answer_seconds(numbers) > 0
+
+
+# --- loading
+
+
+@pytest.mark.parametrize(
+    ("choice", "asked", "dtype", "weights"),
+    [
+        ("bfloat16", {}, torch.bfloat16, "model"),
+        ("bfloat16", {"dtype": "float32"}, torch.float32, "model"),
+        pytest.param("bfloat16", {"weights": "float16"}, torch.float32, "float16", marks=with_products),
+        pytest.param("float16", {}, torch.float32, "float16", marks=with_products),
+        pytest.param("float16", {"dtype": "float32"}, torch.float32, "float16", marks=with_products),
+        ("float16", {"dtype": "bfloat16"}, torch.bfloat16, "model"),
+        ("float16", {"weights": "model"}, torch.float32, "model"),
+        ("float32", {}, torch.float32, "model"),
+    ],
+)
+def test_a_model_is_loaded_as_chosen_or_as_asked(
+    model_folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    choice: str,
+    asked: dict[str, str],
+    dtype: torch.dtype,
+    weights: str,
+) -> None:
+    monkeypatch.setenv(SWITCH, choice)
+    model = load_model(model_folder, device="cpu", **asked).model
+    assert (model.dtype, weight_format(model)) == (dtype, weights)
+
+
+@with_products
+def test_caches_of_float32_are_hits_for_float16_weights_and_the_answers_are_near(model_folder: str) -> None:
+    """The stored caches of a library outlast the choice."""
+    store, method = MemoryStore(), make_method("reuse")
+    plain, rounded = (
+        FusionEngine(LanguageModel.load(model_folder, device="cpu", weights=weights), store, method=method)
+        for weights in ("model", "float16")
+    )
+    assert rounded.lm.number_formats == "float32, float16 weights"
+    assert rounded.lm.fingerprint == plain.lm.fingerprint
+    plain.warm(PASSAGES)
+    expected, found = (engine.prefill(engine.prompt(QUESTION, PASSAGES)) for engine in (plain, rounded))
+    assert all(lookup.hit for lookup in found.report.lookups)
+    difference = float((found.logits - expected.logits).abs().max() / expected.logits.std())
+    assert 0 < difference < 1e-2
+    assert measure_exactness(rounded.lm).passed
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("int8", "no int8 weights any more; load a checkpoint that torchao or bitsandbytes has quantised"),
+        ("int4", "weights must be auto, model or float16, got 'int4'"),
+    ],
+)
+def test_weights_that_there_are_not_are_one_error(model_folder: str, weights: str, message: str) -> None:
+    with pytest.raises(QCFuseError, match=message):
+        load_model(model_folder, device="cpu", weights=weights)
+
+
+def test_float16_weights_without_their_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_weights, "multiplies_float16_weights", lambda: False)
+    with pytest.raises(QCFuseError, match="need torch's FBGEMM"):
+        pack_float16(build_model("llama"))
+
+
+# --- float16 weights
+
+
+@with_products
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 96), (2, 3, 96)], ids=str)
+def test_rows_are_those_of_the_rounded_weights(bias: bool, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(96, 40, bias=bias).requires_grad_(False), torch.randn(shape)
+    packed = Float16Linear(linear)
+    linear.weight.copy_(linear.weight.half().float())
+    assert torch.allclose(packed(x), linear(x), atol=1e-5)
+
+
+@with_products
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_linear_layers_and_the_output_are_rounded(tied: bool) -> None:
+    model = build_model("llama", tie_word_embeddings=tied)
+    before = model.get_input_embeddings().weight.clone()
+    pack_float16(model)
+    assert torch.equal(model.get_input_embeddings().weight, before)
+    assert not [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    assert isinstance(model.get_output_embeddings(), Float16Linear)
+
+
+@with_products
+@pytest.mark.parametrize("case", ["experts", "large"])
+def test_a_model_that_does_not_fit_stays_as_it_is(
+    case: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model("qwen2-moe-silent-window" if case == "experts" else "llama")
+    if case == "large":
+        model.model.layers[1].mlp.up_proj.weight.data[0, 0] = 7e4
+    with pytest.raises(UnsupportedModel, match="load the model with weights='model'"):
+        pack_float16(model)
+    assert weight_format(model) == "model"
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.setenv(SWITCH, "float16")
+    assert weight_format(load_model(str(tmp_path / "model"), device="cpu").model) == "model"
+    with pytest.raises(UnsupportedModel):
+        load_model(str(tmp_path / "model"), device="cpu", weights="float16")
