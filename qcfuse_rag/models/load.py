@@ -55,8 +55,8 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
         device: such as `cpu` or `cuda:0`; None is a GPU if there is one.
         dtype: of computed keys and values, such as `bfloat16`; None is the checkpoint's own on a GPU, and float32 on a
             CPU, or bfloat16 if that is measured to be faster; see `models.cpu_weights`.
-        weights: see `models.source.WeightFormat`; float16 weights compute in float32. With `auto`, a model that they
-            do not fit keeps its own.
+        weights: `model` keeps the weights in the dtype; `float16` rounds them on a CPU, and computes in float32; `auto`
+            is the measured choice, and `model` for models that do not fit.
 
     Raises:
         ModelNotFound: if the model cannot be read or fetched completely.

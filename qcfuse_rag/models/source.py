@@ -8,13 +8,10 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 
-WeightFormat = Literal["auto", "model", "float16"]
-"""`model`: as loaded, in the model's dtype; `float16`: rounded to float16 on a CPU, see `models.cpu_weights`; `auto`:
-whichever was measured to be faster on this CPU, and `model` elsewhere."""
 HUB_TIMEOUT_S = 6.0
 """Most seconds to wait for the hub's first answer. Its own client would try each file six times."""
 
