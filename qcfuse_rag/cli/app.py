@@ -68,7 +68,7 @@ app.add_typer(models_app, name="models")
 @expand_options
 def demo(config: LoadedModel, options: DemoOptions, as_json: Json = False) -> None:
     """Warm a small corpus, and answer questions by full prefill and over the reused caches, side by side."""
-    _code("demo.command").run_demo(config, options, as_json=as_json)
+    _code("demo").run_demo(config, options, as_json=as_json)
 
 
 @warm_app.command("run")

@@ -9,10 +9,16 @@ from rich.console import Console
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.bundled import Question, corpus, demonstration_questions
-from qcfuse_rag.cli.demo.command import SHOWN, chosen_questions
-from qcfuse_rag.cli.demo.page import demo_page
-from qcfuse_rag.cli.demo.pair import AnsweredPair, PairView, TimedAnswer, ask_both
-from qcfuse_rag.cli.demo.table import summarise, summary_table
+from qcfuse_rag.cli.demo import (
+    SHOWN,
+    AnsweredPair,
+    TimedAnswer,
+    ask_both,
+    chosen_questions,
+    demo_page,
+    summarise,
+    summary_table,
+)
 from qcfuse_rag.cli.options import DemoOptions
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
@@ -29,7 +35,8 @@ def engine(llama: LanguageModel) -> FusionEngine:
 
 def pair(engine: FusionEngine, question: Question, full: str, fused: str) -> AnsweredPair:
     """Return a pair with the reports of a real one and the given answers."""
-    real = ask_both(engine, PASSAGES, PairView(question, "Question 1 of 1"), 2)
+    real = AnsweredPair(question)
+    ask_both(engine, PASSAGES, real, 2)
 
     def timed(text: str, report_of: TimedAnswer, ttft_s: float) -> TimedAnswer:
         right = None if not question.answers else question.answers[0] in text
@@ -57,8 +64,8 @@ def test_a_newcomer_sees_a_few_questions_and_may_see_all() -> None:
 
 
 def test_both_answers_are_timed_and_only_the_fused_one_reuses(engine: FusionEngine) -> None:
-    view = PairView(Question("q", QUESTION, (), ()), "Question 1 of 1")
-    both = ask_both(engine, PASSAGES, view, 4)
+    both = AnsweredPair(Question("q", QUESTION, (), ()))
+    ask_both(engine, PASSAGES, both, 4)
     full, fused = both.full.to_dict(), both.fused.to_dict()
     assert full["rows"] == full["prompt_tokens"] > fused["rows"]
     assert all(0 < side["ttft_s"] <= side["total_s"] for side in (full, fused))
@@ -75,9 +82,8 @@ def test_a_wrong_answer_is_shown_and_counted(engine: FusionEngine) -> None:
 
 
 def test_the_columns_fit_eighty_characters(engine: FusionEngine) -> None:
-    view = PairView(BARB, "Question 1 of 1: Who has the <key>?")
-    view.full, view.fused = pair(engine, BARB, "It is Barb. " * 9, "It is Colm.").full, TimedAnswer()
-    lines = printed(view.render())
+    half = AnsweredPair(BARB, pair(engine, BARB, "It is Barb. " * 9, "It is Colm.").full)
+    lines = printed(half.render("Question 1 of 1: Who has the <key>?"))
     assert max(map(len, lines)) <= 80
     assert any("right" in line and "qcfuse: waits" in line for line in lines)
 
