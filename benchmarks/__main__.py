@@ -26,10 +26,7 @@ MEASUREMENTS = {
 }
 """Each is a module with `Options`, `measure(options, run)` and `report(run)`."""
 
-TOOLS = {
-    "compare": "Pool results of `quality` over datasets and compare one method with the others.",
-    "show": "Show the figures of a file of records, finished or not.",
-}
+SHOW = "show"
 
 
 def module_of(name: str) -> ModuleType:
@@ -60,9 +57,10 @@ def show(
 def main() -> None:
     """Run a command; an error is one line and exit code 1, with a traceback only under `--debug`."""
     name, *arguments = [argument for argument in sys.argv[1:] if argument != "--debug"] or ["--help"]
-    if name not in {**MEASUREMENTS, **TOOLS}:
+    commands = {**MEASUREMENTS, SHOW: "Show the figures of a file of records, finished or not."}
+    if name not in commands:
         print(f"usage: {PROGRAM} COMMAND [options]; COMMAND --help lists the options\n")
-        print("\n".join(f"  {command:14} {summary}" for command, summary in {**MEASUREMENTS, **TOOLS}.items()))
+        print("\n".join(f"  {command:14} {summary}" for command, summary in commands.items()))
         sys.exit(0 if name == "--help" else 2)
     quiet_libraries()
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -79,12 +77,8 @@ def main() -> None:
 
 
 def _command(name: str) -> Any:
-    if name == "show":
+    if name == SHOW:
         return show
-    if name == "compare":
-        from benchmarks.compare import compare
-
-        return compare
     from benchmarks.options import to_command
 
     module = module_of(name)

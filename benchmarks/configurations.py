@@ -14,9 +14,6 @@ from qcfuse_rag.methods import METHODS, all_bases, find_base, make_method, unkno
 
 FULL, RANDOM = "full", "random"
 
-RELEASE_NAMES = {"ours": "qcfuse", "fullcomp": FULL, "fuserag": "fusionrag", "fullreuse": "reuse"}
-"""Names of `--baseline` in the QCFuse release that differ from the names here."""
-
 NAMED = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<parameters>[^\[\]]*)\])?")
 
 Key = tuple[str, str | None, float | None]  # `(label, base, ratio)` of a configuration
@@ -108,7 +105,7 @@ def _parse(label: str) -> tuple[str, str, dict[str, Any]]:
         if not equals:
             raise UnknownMethod(f"cannot read {part!r} in {label!r}; write name[parameter=value,...]")
         parameters[key.strip()] = _value(key.strip(), value.strip())
-    return RELEASE_NAMES.get(name, name), written, parameters
+    return name, written, parameters
 
 
 def _value(key: str, text: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from qcfuse_rag.cli.capacity import SHAPES
@@ -81,19 +81,10 @@ def _matrix_numbers(module: nn.Module) -> int:
 
 
 def _held_bytes(module: nn.Module) -> int:
-    """Count the bytes of a module's own weights as they are held: packed numbers, their scales, and the rest."""
+    """Count the bytes of a module's own weights as they are held, without scales that are no buffers."""
     if isinstance(module, Float16Linear):
         return 2 * module.in_features * module.out_features
     temporary = module._non_persistent_buffers_set
     saved = [x for name, x in module.named_buffers(recurse=False) if name not in temporary]
     own = [*module.parameters(recurse=False), *saved]
-    scales = [scale for tensor in own for scale in _scales(module, tensor)]
-    return sum(part.nbytes for tensor in (*own, *scales) for _, part in plain_parts("", tensor))
-
-
-def _scales(module: nn.Module, weight: Tensor) -> list[Tensor]:
-    """Return the scales that bitsandbytes keeps beside packed weights, which are no buffers."""
-    state = getattr(weight, "quant_state", None)  # of 4 bits
-    values = () if state is None else state.as_dict().values()
-    owners = (weight, getattr(module, "state", None)) if hasattr(weight, "SCB") else ()  # of 8 bits; weight or layer
-    return [x for x in (*values, *(getattr(owner, "SCB", None) for owner in owners)) if isinstance(x, Tensor)]
+    return sum(part.nbytes for tensor in own for _, part in plain_parts("", tensor))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.attention import dispatch
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels import context_score, sparse_attention
-from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, Tile, default_tile
+from qcfuse_rag.runtime.kernels.launch import default_tile
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks, place_blocks_reference
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.kernels.table_attention import table_attention
@@ -38,8 +38,8 @@ QUESTION_ROWS, CHUNK, REQUESTS = 32, 512, (1, 8)
 class KernelCase:
     """One piece of work of a kernel, beside the same work in torch.
 
-    `operations` counts its floating-point operations, and `nbytes` the bytes that it must read and write. `tile` is the
-    tile that the kernel chooses; None if it has none.
+    `operations` counts its floating-point operations, and `nbytes` the bytes that it must read and write. `recorded`
+    kernels are also replayed from a CUDA graph.
     """
 
     name: str
@@ -47,7 +47,7 @@ class KernelCase:
     plain: Callable[[], Tensor]
     operations: float
     nbytes: float
-    tile: Tile | None
+    recorded: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +81,13 @@ class Options:
     shape: Annotated[str, Option(help=f"Model shape: {', '.join(SHAPES)}.")] = "qwen3-8b"
     tokens: Annotated[int, Option(help="Tokens of the prompt.")] = 10240
     rows: Annotated[int, Option(help="Rows that are recomputed.")] = 1024
-    tiles: Annotated[bool, Option("--tiles", help="Time other tiles too, for a choice in kernels.launch.")] = False
 
 
 def measure(options: Options, run: Run) -> None:
     """Time the kernels on this GPU beside torch, and beside lower bounds from arithmetic and bytes.
 
     Times are medians of Triton's `do_bench`, which empties the cache before each call. Both sides are timed as they are
-    called, so the host's time shows where it is longer than emptying the cache. Kernels with tiles are also replayed
+    called, so the host's time shows where it is longer than emptying the cache. Attention is also replayed
     from a CUDA graph, which shows the device's time and its share of the lower bound. The lower bound is the longer of
     two times: operations at the rate of a large matrix product, and bytes at the rate of a large copy.
     """
@@ -106,7 +105,7 @@ def measure(options: Options, run: Run) -> None:
         for case in cases(sizes, options.tokens, options.rows):
             if (case.name,) not in run.records:
                 try:
-                    row = _measure(case, ceilings, tiles=options.tiles)
+                    row = _measure(case, ceilings)
                 except Exception as error:  # the following cases are still measured
                     row = {"refusal": f"{type(error).__name__}: {error}"}
                 run.add((case.name,), row)
@@ -115,24 +114,22 @@ def measure(options: Options, run: Run) -> None:
 def report(run: Run) -> Report:
     """Return the times of each case, and the device's time with each tile."""
     rows = [{"case": str(name), **record} for (name,), record in run.records.items()]
-    columns = ("case", "kernel ms", "torch ms", "times as fast", "floor ms", "tiles: ms, of floor")
+    columns = ("case", "kernel ms", "on the device", "torch ms", "times as fast", "floor ms", "of the floor")
     return Report({"cases": rows}, [Table(f"kernels on {run.about['device']}", columns, list(map(_cells, rows)))])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     if "refusal" in row:
-        return [row["case"], "", "", "", "", row["refusal"]]
-    tiles = [
-        f"{tile['tile']}: " + (tile["refusal"] or f"{tile['ms']:.3f}, {row['floor_ms'] / tile['ms']:.2f}")
-        for tile in row["tiles"]
-    ]
-    times = (f"{row[name]:.3f}" for name in ("kernel_ms", "torch_ms"))
+        return [row["case"], row["refusal"], *[""] * 5]
+    device_ms, floor_ms = row["device_ms"], row["floor_ms"]
     return [
         row["case"],
-        *times,
+        f"{row['kernel_ms']:.3f}",
+        "" if device_ms is None else f"{device_ms:.3f}",
+        f"{row['torch_ms']:.3f}",
         f"{row['torch_ms'] / row['kernel_ms']:.1f}",
-        f"{row['floor_ms']:.3f}",
-        "; ".join(tiles),
+        f"{floor_ms:.3f}",
+        f"{floor_ms / (device_ms or row['kernel_ms']):.2f}",
     ]
 
 
@@ -152,7 +149,6 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
             partial(_attend_in_torch, query, key, value, RowsPlan.of(rows), params),
             4.0 * dim * heads * float((rows + 1).sum()),
             size * (key.numel() + value.numel() + 2 * query.numel()),
-            sparse_attention.attention_tile(dtype, dim, len(rows) * heads // kv_heads, kv_heads, device),
         )
     known = torch.ones(tokens, dtype=torch.bool, device=device)
     yield KernelCase(
@@ -175,7 +171,6 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
             partial(_attend_in_torch, query, query, query, plan, params),
             4.0 * dim * heads * tokens * requests,
             size * requests * (key.numel() + value.numel()),
-            sparse_attention.attention_tile(dtype, dim, heads // kv_heads, kv_heads, device),
         )
     for numbers in (LOSSLESS, "int8"):
         blocks = _blocks(sizes, tokens, numbers)
@@ -185,7 +180,7 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
             partial(_place, place_blocks_reference, blocks),
             0.0,
             sum(block.nbytes + block.stored.numel() * size for block in blocks),
-            None,
+            recorded=False,
         )
 
 
@@ -227,33 +222,16 @@ def _never(*_: Tensor) -> bool:  # a mock object would take as long as the timed
     return False
 
 
-def other_tiles(tile: Tile) -> list[Tile]:
-    """Return the tiles to try instead of the chosen one."""
-    low = replace(LARGE_TILE, keys=64)
-    tall = (LARGE_TILE, replace(LARGE_TILE, stages=3), low, replace(low, stages=3), replace(low, warps=4), Tile(64, 64))
-    wider = replace(tile, keys=2 * tile.keys)
-    others = tall if tile == LARGE_TILE else (replace(tile, stages=3), wider, replace(wider, stages=3), low, LARGE_TILE)
-    return [other for other in others if other != tile]
-
-
-def _measure(case: KernelCase, ceilings: Ceilings, *, tiles: bool) -> dict[str, Any]:
+def _measure(case: KernelCase, ceilings: Ceilings) -> dict[str, Any]:
     floor = 1e3 * max(case.operations / ceilings.flops, case.nbytes / ceilings.memory)
-    row: dict[str, Any] = {"floor_ms": floor, "kernel_ms": _milliseconds(case.kernel)}
+    kernel_ms, device_ms = _milliseconds(case.kernel), _device_milliseconds(case.kernel) if case.recorded else None
     with without_kernels():
-        row["torch_ms"] = _milliseconds(case.plain)
-    tried = [] if case.tile is None else [case.tile, *(other_tiles(case.tile) if tiles else ())]
-    return {**row, "tiles": [_with_tile(case.kernel, tile) for tile in tried]}
-
-
-def _with_tile(call: Callable[..., object], tile: Tile) -> dict[str, Any]:
-    """Return the device's time of a call with a tile, or the reason why it cannot run."""
-    with ExitStack() as patches:
-        for module, function in ((sparse_attention, sparse_attention.attention_tile), (context_score, default_tile)):
-            patches.enter_context(mock.patch.object(module, function.__name__, return_value=tile))
-        try:
-            return {"tile": str(tile), "ms": _device_milliseconds(call), "refusal": None}
-        except Exception as error:  # a compiler has many ways to refuse, and earlier measurements must not be lost
-            return {"tile": str(tile), "ms": None, "refusal": f"{type(error).__name__}: {error}"[:200]}
+        return {
+            "floor_ms": floor,
+            "kernel_ms": kernel_ms,
+            "device_ms": device_ms,
+            "torch_ms": _milliseconds(case.plain),
+        }
 
 
 def _milliseconds(call: Callable[[], object]) -> float:

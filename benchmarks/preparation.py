@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.configurations import Configuration
+from qcfuse_rag.bundled import default_embedder
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.similarity import nearest_chunks
 from qcfuse_rag.methods.captures.job import capture
 from qcfuse_rag.methods.fusionrag import NEIGHBOURS
@@ -32,10 +32,6 @@ class OfflineCost:
     chunks: int
     seconds: float
     size_bytes: int
-
-    def figures(self) -> dict[str, float]:
-        """Return seconds and bytes by name."""
-        return {"seconds": self.seconds, "size_bytes": self.size_bytes}
 
     def after(self, before: OfflineCost) -> OfflineCost:
         """Return this cost together with that of the preparation it builds on, for the same passages."""
@@ -81,30 +77,19 @@ class Preparation:
         """Compute groups of related passages exactly, by the embedding index; questions play no part."""
         groups = covering_groups(embedded_neighbours(passages), CAPTURED_TOGETHER)
         started = time.perf_counter()
-        summary = capture(
-            engine.corpus.entry_writer(), [[passages[i] for i in group] for group in groups], keep=(keep,)
-        )
+        texts = [[passages[i] for i in group] for group in groups]
+        summary = capture(engine.corpus.entry_writer(), texts, keep=(keep,))
         seconds, failed = time.perf_counter() - started, {index for index, _ in summary.failed}
         # A passage in several groups is captured in each of them, but is one prepared passage.
         behind = {i for index, group in enumerate(groups) if index not in failed for i in group[1:]}
         return OfflineCost(self.name, min(len(behind), summary.captured), seconds, summary.size_bytes)
 
 
-def embedded_neighbours(passages: Sequence[str], count: int = NEIGHBOURS) -> list[list[int]]:
-    """Return for each passage its nearest neighbours by MiniLM, as FusionRAG takes them from the index.
+def embedded_neighbours(passages: Sequence[str]) -> list[list[int]]:
+    """Return for each passage its nearest neighbours by MiniLM; an index has the embeddings in any case."""
+    from qcfuse_rag.library.embedder import Embedder
 
-    The index has the embeddings in any case, so their cost is not added.
-    """
-    from qcfuse_rag.bundled import default_embedder
-
-    try:
-        from qcfuse_rag.library.embedder import Embedder
-    except ImportError as error:
-        raise QCFuseError(
-            "enriched passages need an embedding model to find their neighbours; run `pip install 'qcfuse-rag[cli]'`"
-        ) from error
-
-    return nearest_chunks(Embedder(default_embedder())(passages), count)
+    return nearest_chunks(Embedder(default_embedder())(passages), NEIGHBOURS)
 
 
 def preparation_of(configuration: Configuration) -> Preparation | None:
@@ -120,9 +105,7 @@ def depends_on_neighbours(configuration: Configuration) -> bool:
 
 
 def prepare(
-    engine: FusionEngine,
-    configurations: Iterable[Configuration],
-    passages: Iterable[str],
+    engine: FusionEngine, configurations: Iterable[Configuration], passages: Iterable[str]
 ) -> dict[str, OfflineCost]:
     """Do the preparations that the configurations need, each once, and return their costs by name.
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from typer import Option
 
 from benchmarks.options import ModelOptions
-from benchmarks.questions import demo_samples, read_samples
+from benchmarks.questions import Example, demo_examples, find_answers, read_dataset
 from benchmarks.runner import Report, Run, Table, about_model, machine_conditions
-from benchmarks.samples import Sample, find_answers
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import ProfileError
@@ -33,7 +32,7 @@ from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
 
 
-def answer_positions(prompts: PromptBuilder, prompt: Prompt, sample: Sample) -> tuple[int, ...]:
+def answer_positions(prompts: PromptBuilder, prompt: Prompt, sample: Example) -> tuple[int, ...]:
     """Return the positions of the tokens in the sample's answers, ascending; none if no passage has an answer.
 
     Every occurrence in the needed passages counts; if they are not known, in all passages. A token counts if any of its
@@ -83,12 +82,12 @@ class Options(ModelOptions):
         Path | None, Option(help="File of the profile; `profile.json` in a store's folder is read by methods.")
     ] = None
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[Example]:
         """Return the selected questions, with the selected number of distractor passages."""
         if self.data is None:
             distractors = DEMO_DISTRACTORS if self.distractors is None else self.distractors
-            return demo_samples(distractors)[: self.size]
-        samples = read_samples(self.data)[: self.size]
+            return demo_examples(distractors)[: self.size]
+        samples = read_dataset(self.data, size=self.size)
         if self.distractors is None:
             return samples
         return [sample.with_distractors(self.distractors) for sample in samples]
@@ -103,7 +102,7 @@ def measure(options: Options, run: Run) -> None:
         write_atomically(options.out, json.dumps(layer_profile(run), indent=1))
 
 
-def profile_layers(engine: FusionEngine, samples: Sequence[Sample], options: Options, run: Run) -> None:
+def profile_layers(engine: FusionEngine, samples: Sequence[Example], options: Options, run: Run) -> None:
     """Add the recall of each layer for each question, or the reason why it cannot be used.
 
     Raises:
@@ -184,7 +183,7 @@ def report(run: Run) -> Report:
     return Report(profile, [Table(title, ("layer", "recall", "", " "), rows)], notes)
 
 
-def _recall(engine: FusionEngine, sample: Sample) -> Tensor | str:
+def _recall(engine: FusionEngine, sample: Example) -> Tensor | str:
     """Return a sample's recall by layer, or the reason why the sample cannot be used."""
     prompt = engine.prompt(sample.question, sample.passages)
     if len(prompt) > engine.lm.context_window.tokens:

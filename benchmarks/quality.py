@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from typer import Option
 
-from benchmarks.arena import read_arena, without_thinking
 from benchmarks.configurations import (
     FULL,
     NO_PASSAGES,
@@ -27,10 +25,9 @@ from benchmarks.configurations import (
 )
 from benchmarks.options import Methods, ModelOptions, Ratios, shares
 from benchmarks.preparation import depends_on_neighbours, preparation_of, prepare
-from benchmarks.questions import BadDataset, demo_questions, first_passages, passage_texts, read_dataset
+from benchmarks.questions import BadDataset, Example, passage_texts, read_dataset, retrieved_examples
 from benchmarks.runner import Key, Record, Report, Run, Table, about_model, digest_of_texts, machine_conditions
-from benchmarks.samples import Example
-from benchmarks.scoring import format_interval, gap_recovered, mean_interval, rouge_scorer, scores
+from benchmarks.scoring import format_interval, gap_recovered, mean_interval, scores
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
@@ -52,6 +49,7 @@ from qcfuse_rag.verification.divergence import (
     greedy_answer,
 )
 
+POOLED, AUTO = "all", "auto"
 DEMO = "demo"
 """The dataset of the demonstration's questions, each over the documents that MiniLM finds nearest."""
 
@@ -61,12 +59,12 @@ class Options(ModelOptions):
     """Options of the measurement."""
 
     dataset: Annotated[
-        list[str] | None,
+        list[str],
         Option(
             help="Dataset, or several with commas: files DATASET.jsonl in --data-dir; demo, the demonstration's "
             "questions; or ruler_mv, ruler_mq and ruler_vt, which are generated."
         ),
-    ] = None
+    ]
     data_dir: Annotated[
         Path,
         Option(
@@ -93,14 +91,6 @@ class Options(ModelOptions):
     ] = None
     ruler_tokens: Annotated[int, Option(min=64, help="Length of generated tasks.")] = 2048
     group: Annotated[int, Option(min=1, help="Number of questions whose passages are in memory together.")] = 20
-    arena: Annotated[
-        Path | None,
-        Option(
-            help="File of a KVShareArena checkout's data/queryset, instead of --dataset: hotpotqa_n100.jsonl or "
-            "agent_reports/hotpotqa_notes.jsonl. Prompts are in the arena's wording; `recovered` is its PGR."
-        ),
-    ] = None
-    most_tokens: Annotated[int | None, Option(help="Leave out questions with longer prompts.")] = None
     store: Annotated[Path | None, Option(help="Folder to keep passages in; memory by default.")] = None
 
     def configurations(self) -> list[Configuration]:
@@ -111,24 +101,16 @@ class Options(ModelOptions):
 
 def measure(options: Options, run: Run) -> None:
     """Answer every question with full prefill, without passages and with each method, and compare the answers."""
-    datasets = split_names(",".join(options.dataset or ()))
-    rouge_scorer()
+    datasets = split_names(",".join(options.dataset))
     chosen = options.configurations()
-    if bool(datasets) == (options.arena is not None):
-        raise QCFuseError("name a dataset, or several with commas; or a file of KVShareArena by --arena")
+    if not datasets:
+        raise QCFuseError("name a dataset, or several with commas")
     for name in datasets:
         if name in TASKS and options.top_k is not None and not (options.data_dir / f"{name}.jsonl").exists():
             raise QCFuseError(f"--top-k would cut away part of what {name} hides; its length is --ruler-tokens")
     store = MemoryStore(UNLIMITED) if options.store is None else DiskStore(options.store, cipher=environment_cipher())
-    arena = None if options.arena is None else read_arena(options.arena)
     with store, options.load_engine(store) as engine:
-        if arena is None:
-            examples, sources = _read_examples(options, datasets, engine)
-        else:
-            template = without_thinking(arena.template, engine.lm)
-            engine = FusionEngine(engine.lm, store, template=template, prefix_bytes=0)
-            examples, sources = list(arena.examples[: options.size]), {arena.dataset: arena.sha256}
-            run.notes.append(f"{arena.dataset}: checksum {'right' if arena.checked else 'not checked'}")
+        examples, sources = _read_examples(options, datasets, engine)
         if options.distractors is not None:
             unlabelled = sum(not example.supporting and example.dataset not in TASKS for example in examples)
             if unlabelled:
@@ -164,21 +146,13 @@ def _read_examples(
                     for example in dataset
                 ]
         elif name == DEMO:
-            dataset = demo_questions(options.top_k or 8)[: options.size]
+            dataset = retrieved_examples(options.top_k or 8)[: options.size]
             sources[name] = "bundled"
         elif name in TASKS:
             haystack = list(dict.fromkeys(passage_texts(options.data_dir))) or list(corpus().values())
             cases = ruler_cases(engine, name, options.size, options.ruler_tokens, haystack, options.seed)
             dataset = [
-                Example(
-                    case.question,
-                    case.passages,
-                    case.expected,
-                    id=str(number),
-                    dataset=name,
-                    needs_all=True,
-                    max_new_tokens=case.max_new_tokens,
-                )
+                Example(case.question, case.passages, case.expected, (), str(number), name, True, case.max_new_tokens)
                 for number, case in enumerate(cases)
             ]
             sources[name] = f"generated {options.ruler_tokens} {digest_of_texts(haystack)}"
@@ -189,7 +163,7 @@ def _read_examples(
                 f"and {DEMO}, {', '.join(TASKS)}"
             )
         if options.top_k is not None:
-            dataset = [first_passages(example, options.top_k) for example in dataset]
+            dataset = [example.keeping([*range(min(options.top_k, len(example.passages)))]) for example in dataset]
         if options.max_new_tokens is not None:
             dataset = [replace(example, max_new_tokens=options.max_new_tokens) for example in dataset]
         examples += dataset
@@ -218,11 +192,11 @@ def _ask(
         todo = [(e, [side for side in chosen if key(e, side) not in run.records]) for e in batch]
         needed = list({side.key: side for _, missing in todo for side in missing}.values())
         for cost in prepare(engine, needed, passages).values() if needed else ():
-            run.add(("offline", cost.preparation, beside), {"chunks": cost.chunks, **cost.figures()})
+            run.add(("offline", cost.preparation, beside), asdict(cost))
         for done, (example, missing) in enumerate(todo, start + 1):
             if missing:
                 question = PendingQuestion.of(engine, example)
-                limit = min(engine.lm.context_window.tokens, options.most_tokens or sys.maxsize)
+                limit = engine.lm.context_window.tokens
                 if len(question.prompt) + question.answer_tokens > limit:
                     run.notes.append(f"{example.dataset} {example.id}: its prompt exceeds {limit:,} tokens")
                     continue
@@ -328,7 +302,7 @@ def gold_nll(runner: ModelRunner, prefilled: Prefilled, gold: Sequence[int]) -> 
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(gold, device=logits.device)))
 
 
-SCORES = ("f1", "em", "rouge_l", "match", "nll")
+SCORES = ("f1", "match", "nll")
 NEARNESS = ("identical", "answer_kl", "top1", "kl", "length_ratio")
 """Fields of a record that compare an answer with full prefill's, not with the gold answer."""
 MEANS = (*SCORES, *NEARNESS, "rows", "row_layers", "context_tokens", "bytes_loaded")
@@ -348,11 +322,19 @@ LEGEND = (
 
 
 def grouped(run: Run) -> Groups:
-    """Return the newest record of each question by configuration; full prefill's come first in each dataset."""
+    """Return the newest record of each question by configuration; full prefill's come first in each dataset.
+
+    Behind several datasets stand all their questions together, as the dataset `all`.
+    """
     groups: Groups = {}
     for (dataset, name, *side, _), record in run.of("answer"):
         groups.setdefault((dataset, *side), {})[str(name)] = record
     datasets = list(dict.fromkeys(key[0] for key in groups))
+    if len(datasets) > 1:
+        datasets.append(POOLED)
+        for (dataset, *side), group in list(groups.items()):
+            questions = {f"{dataset} {name}": record for name, record in group.items()}
+            groups.setdefault((POOLED, *side), {}).update(questions)
     return {key: groups[key] for key in sorted(groups, key=lambda key: (datasets.index(key[0]), key[1] != FULL))}
 
 
@@ -392,6 +374,7 @@ def summarize(key: Key, groups: Groups, offline: Sequence[Record], seed: int = 0
     control = groups.get(wanted) or (groups[controls[0]] if controls else {})
     if method_name(str(method)) in (RANDOM, FULL, NO_PASSAGES.label):
         control = {}
+    auto = next((other for at, other in groups.items() if at[:2] == (dataset, AUTO) and at[3] == ratio), {})
     chunks = sum(cost["chunks"] for cost in offline)
     shared = [name for name in group if name in full and name in without]
     pgr = (
@@ -400,12 +383,15 @@ def summarize(key: Key, groups: Groups, offline: Sequence[Record], seed: int = 0
     return {
         **{"dataset": dataset, "method": method, "base": base, "ratio": ratio, "n": len(records)},
         **{name: statistics.fmean(record[name] for record in records) for name in MEANS},
-        "intervals": {name: mean_interval([r[name] for r in records], seed) for name in (*SCORES, *NEARNESS)},
+        "intervals": {
+            name: mean_interval([r[name] for r in records], seed) for name in ("identical", "answer_kl", "kl")
+        },
         "ttft_s": statistics.median(record["ttft_s"] for record in records),
         "ttft_to_full": statistics.median(record["ttft_s"] / record["full_ttft_s"] for record in records),
         "selection_share": statistics.median((r["probe_s"] + r["select_s"]) / r["ttft_s"] for r in records),
         "zero_share": statistics.fmean(record["f1"] == 0 for record in records),
         "minus_full": {name: difference(group, full, name, seed) for name in SCORES},
+        "auto_minus_it": difference(auto, group, "answer_kl", seed),
         "minus_random": {name: difference(group, control, name, seed) for name in ("f1", "answer_kl")},
         "recovered": {"mean": pgr.get("pgr"), "low": pgr.get("pgr_low"), "high": pgr.get("pgr_high")},
         "offline_chunks": chunks,
@@ -430,7 +416,7 @@ def cells(line: Mapping[str, Any]) -> dict[str, str]:
     full, fixed = line["method"] == FULL, line["method"] in (FULL, NO_PASSAGES.label)
     quality = quality_score(line["dataset"])
     name = {"f1": "F1", "match": "match"}[quality]
-    recovered, chunk_s = line["recovered"], line["offline_s_per_chunk"]
+    recovered, chunk_s, auto = line["recovered"], line["offline_s_per_chunk"], line["auto_minus_it"]
     share = "-" if fixed or recovered["mean"] is None else f"{recovered['mean']:.0%}"
     if share != "-" and recovered["low"] is not None:
         share += f" [{recovered['low']:.0%}, {recovered['high']:.0%}]"
@@ -449,11 +435,10 @@ def cells(line: Mapping[str, Any]) -> dict[str, str]:
         name: f"{line[quality]:.3f}",
         f"{name} - full": minus(line["minus_full"], quality),
         "recovered": share,
-        "EM": f"{line['em']:.3f}",
-        "ROUGE-L": f"{line['rouge_l']:.3f}",
         "NLL - full": minus(line["minus_full"], "nll"),
         "F1 - random": minus(line["minus_random"], "f1"),
         "KL - random": minus(line["minus_random"], "answer_kl"),
+        "KL, auto less it": "-" if auto is None or line["method"] == AUTO else format_interval(auto),
         "TTFT": f"{line['ttft_s']:.3g} s",
         "of full": f"{line['ttft_to_full']:.2f}",
         "selecting": f"{line['selection_share']:.0%}",

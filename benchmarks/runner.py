@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import signal
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import torch
 from rich.markup import escape
@@ -88,7 +89,6 @@ class Run:
     records: dict[Key, Record] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     progress: Callable[[int, int], None] = lambda *_: None
-    _file: IO[bytes] | None = None
 
     def begin(self, about: Mapping[str, Any], conditions: Mapping[str, Any]) -> None:
         """Say what is measured, before the first record; go on with the records that the file holds.
@@ -101,9 +101,10 @@ class Run:
             return
         whole_bytes = self.read(self.conditions) if self.path.exists() else 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "ab")  # noqa: SIM115 - closed by `close`
-        self._file.truncate(whole_bytes)
-        if not whole_bytes:
+        if whole_bytes:
+            os.truncate(self.path, whole_bytes)  # cut off a line that a killed process left unfinished
+        else:
+            self.path.unlink(missing_ok=True)
             self._write({"measures": self.measures, "conditions": self.conditions, "about": about})
 
     def add(self, key: Key, record: Mapping[str, Any]) -> None:
@@ -149,11 +150,6 @@ class Run:
             self.notes.append(f"{self.path}: damaged and left out: line {', '.join(damaged)}")
         return sum(len(line) + 1 for line in lines)
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
     def _check(self, entry: Mapping[str, Any], expected: Mapping[str, Any] | None) -> None:
         was, measures = entry["conditions"], entry["measures"]
         if expected is None:
@@ -166,9 +162,9 @@ class Run:
             raise QCFuseError(f"{self.path} holds records {what} ({how}); give another --json or remove it")
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(line, ensure_ascii=False, default=str).encode() + b"\n")
-            self._file.flush()
+        if self.path is not None:
+            with open(self.path, "ab") as file:
+                file.write(json.dumps(line, ensure_ascii=False, default=str).encode() + b"\n")
 
 
 def execute(run: Run, measure: Callable[[Run], None], report: Callable[[Run], Report], json_file: str | None) -> None:
@@ -193,8 +189,6 @@ def execute(run: Run, measure: Callable[[Run], None], report: Callable[[Run], Re
         if run.records and run.path is not None:
             print_line(f"interrupted; the same command goes on from {run.path}", ERR)
         raise
-    finally:
-        run.close()
     publish(run, report, out, as_json=json_file == PRINT_JSON)
 
 

@@ -1,6 +1,6 @@
 """Scores of answers, and their means with intervals.
 
-Scores of one answer are from 0 to 1: token F1, exact match, ROUGE-L, string match. The performance gap recovered (PGR)
+Scores of one answer are from 0 to 1: token F1 and string match. The performance gap recovered (PGR)
 and its intervals are KVShareArena's (github.com/xishi404/KVShareArena, `docs/benchmark.md`), its resamples included.
 """
 
@@ -11,14 +11,12 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.verification.cases import string_match
 
 RESAMPLES = 10_000
@@ -42,16 +40,6 @@ def token_f1(answer: str, gold: Sequence[str]) -> float:
     return max(_word_f1(comparable(answer).split(), comparable(expected).split()) for expected in gold)
 
 
-def exact_match(answer: str, gold: Sequence[str]) -> float:
-    """Return 1 if the normalised answer is a normalised gold answer, else 0."""
-    return float(any(comparable(answer) == comparable(expected) for expected in gold))
-
-
-def rouge_l(answer: str, gold: Sequence[str]) -> float:
-    """Return the F-measure of ROUGE-L with stemming, by `rouge-score`, the best over the gold answers."""
-    return max(float(rouge_scorer().score(expected, answer)["rougeL"].fmeasure) for expected in gold)
-
-
 def scores(answer: str, gold: Sequence[str], *, needs_all: bool = False) -> dict[str, float]:
     """Return all scores by their names in a record.
 
@@ -60,20 +48,8 @@ def scores(answer: str, gold: Sequence[str], *, needs_all: bool = False) -> dict
     answers = [", ".join(gold)] if needs_all else gold
     return {
         "f1": token_f1(answer, answers),
-        "em": exact_match(answer, answers),
-        "rouge_l": rouge_l(answer, answers),
         "match": string_match(answer, gold, needs_all=needs_all),
     }
-
-
-@cache
-def rouge_scorer() -> Any:
-    """Return the scorer of `rouge-score`."""
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise QCFuseError('the quality bench needs rouge-score; run `pip install "qcfuse-rag[bench]"`') from error
-    return RougeScorer(["rougeL"], use_stemmer=True)
 
 
 def _word_f1(answer: list[str], gold: list[str]) -> float:
@@ -137,13 +113,6 @@ def gap_recovered(
         "pgr_high": float(values[HIGH * len(values) // RESAMPLES]) if tells else None,
         "pgr_undefined": undefined,
     }
-
-
-def paired_difference(scores: Sequence[float], others: Sequence[float]) -> dict[str, float]:
-    """Return the mean difference of scores of the same questions, `mean`, and its 95 % interval, `low` and `high`."""
-    differences = [score - other for score, other in zip(scores, others, strict=True)]
-    means = np.sort(_resampled_means(differences))
-    return {"mean": fmean(differences), "low": float(means[LOW]), "high": float(means[HIGH])}
 
 
 def _resampled_means(values: Sequence[float]) -> NDArray[np.float64]:

@@ -7,6 +7,7 @@ run with their guard, as users run them: where it refuses to fuse, the row says 
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,12 +26,14 @@ from benchmarks.configurations import FULL, Configuration, configurations, split
 from benchmarks.floors import random_model, row_operations, seconds, step_bytes
 from benchmarks.options import Methods, ModelOptions, Ratios, Repeats, counts, shares
 from benchmarks.runner import Key, Record, Report, Run, Table, about_model, machine_conditions
-from benchmarks.tiers import TIERS, StoreTier, fill, open_tiers
 from qcfuse_rag.cli.capacity import measure_ceilings
 from qcfuse_rag.engine.first_passes import measure_recorded_pass
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
-from qcfuse_rag.fusion.method import IN_FULL
+from qcfuse_rag.fusion.method import IN_FULL, Method
 from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
+from qcfuse_rag.ingestion.primer import PRIMER_TOKENS
+from qcfuse_rag.ingestion.target import PrefillTarget
+from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.prompts.template import PromptTemplate
@@ -39,9 +42,13 @@ from qcfuse_rag.runtime.graphs.runners import DecodeRunner
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.quantization import LOSSLESS
+from qcfuse_rag.store.backends.base import KVStore, Miss
+from qcfuse_rag.store.backends.disk import DiskStore
+from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
+from qcfuse_rag.store.quantization import LOSSLESS, STORE_FORMATS
 from qcfuse_rag.verification.exactness import stock_attention
 
+TIERS = ("memory", "device", "pinned", "disk")
 PREFIX_TOKENS, QUESTION_TOKENS = 32, 32
 STEPS, STEPS_A_TURN = 16, 4
 TRANSFORMERS = "transformers"
@@ -85,6 +92,51 @@ class Options(ModelOptions):
 def measure(options: Options, run: Run) -> None:
     """Time the first token of each method from each tier, decode steps, and the limits of the machine."""
     measure_model(options.load(), options, run)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTier:
+    """A store to measure, the name of its tier, and the format that it keeps passages in."""
+
+    name: str
+    numbers: str
+    store: KVStore
+
+
+def open_tiers(
+    lm: LanguageModel, names: Sequence[str], formats: Sequence[str], stack: ExitStack, *, folder: Path | None
+) -> list[StoreTier]:
+    """Open a store for each tier in each format; the stack closes them. An error lists what exists here."""
+    available = [tier for tier in TIERS if lm.device.type == "cuda" or tier not in ("device", "pinned")]
+    for name in names:
+        if name not in available:
+            raise QCFuseError(f"there is no tier {name!r} on {lm.device.type}; there are {', '.join(available)}")
+    for numbers in formats:
+        if numbers not in STORE_FORMATS:
+            raise QCFuseError(f"there is no format of numbers {numbers!r}; there are {', '.join(STORE_FORMATS)}")
+
+    def open_tier(name: str, numbers: str) -> KVStore:
+        if name == "disk":
+            path = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+            return stack.enter_context(DiskStore(path, UNLIMITED, numbers=numbers))
+        device = str(lm.device) if name == "device" else "cpu"
+        return MemoryStore(UNLIMITED, device=device, pinned=name == "pinned", numbers=numbers)
+
+    return [StoreTier(name, numbers, open_tier(name, numbers)) for name in names for numbers in formats]
+
+
+def fill(lm: LanguageModel, stores: Sequence[KVStore], prompt: Prompt, methods: Sequence[Method]) -> None:
+    """Prefill a prompt's passages once, in the model's own dtype, and put them into every store."""
+    first = next((store for store in stores if store.numbers == LOSSLESS), MemoryStore(UNLIMITED))
+    bases = dict.fromkeys(base for method in methods for base in method.bases)
+    passages = [span.segment.ids for span in prompt.chunks]
+    primer = passages[0][:PRIMER_TOKENS]
+    WarmJob(PrefillTarget(lm, first, prompt.prefix_ids, primer), passages, bases=bases).run()
+    for store in stores:
+        for entry in first.entries() if store is not first else ():
+            opened = first.open(entry.address)
+            if not isinstance(opened, Miss) and opened[0] not in store:
+                store.put(*opened)
 
 
 @torch.inference_mode()

@@ -36,32 +36,8 @@ WRITE, WRITTEN, COLD, CACHED = "write and fsync", "read what was just written", 
 Operation = Callable[[ChunkKey], None]
 
 
-@dataclass(frozen=True, slots=True)
-class EntryShape:
-    """The shape of the entries to measure with."""
-
-    layers: int
-    heads: int
-    channels: int
-    tokens: int
-    dtype: torch.dtype
-
-    def chunk(self) -> ChunkKV:
-        """Return a chunk of random numbers."""
-        generator = torch.Generator().manual_seed(0)
-        sizes = (self.heads, self.tokens, self.channels)
-        keys, values = (
-            [torch.randn(sizes, generator=generator).to(self.dtype) for _ in range(self.layers)] for _ in range(2)
-        )
-        ranking = torch.stack([torch.randperm(self.tokens, generator=generator) for _ in range(self.layers)])
-        return ChunkKV.of(keys, values, ranking)
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.tokens} tokens, {self.layers} layers of {self.heads} heads of {self.channels} {dtype}"
-
-
-ENTRY_SHAPES = (EntryShape(30, 3, 64, 384, torch.float32), EntryShape(32, 8, 128, 512, torch.bfloat16))
+Shape = tuple[int, int, int, int, torch.dtype]  # layers, heads, channels, tokens, dtype
+SHAPES: tuple[Shape, ...] = ((30, 3, 64, 384, torch.float32), (32, 8, 128, 512, torch.bfloat16))
 """A passage of SmolLM2-135M on a CPU, and a longer passage of an 8B model."""
 
 
@@ -77,7 +53,7 @@ class Options:
     repeats: Repeats = 5
 
 
-def measure(options: Options, run: Run, shapes: Sequence[EntryShape] = ENTRY_SHAPES) -> None:
+def measure(options: Options, run: Run, shapes: Sequence[Shape] = SHAPES) -> None:
     """Time writing and reading of entries beside the same without a store; all files are removed."""
     with tempfile.TemporaryDirectory(prefix="qcfuse-bench-", dir=options.folder) as path:
         folder = str(options.folder or Path(path).parent)
@@ -94,19 +70,20 @@ def report(run: Run) -> Report:
     rounds: dict[Key, list[Record]] = {}
     for (*side, _), record in run.records.items():
         rounds.setdefault(tuple(side), []).append(record)
-    rates = []
-    for (entry, threads, operation), records in rounds.items():
-        times = {side: median(record[side] for record in records) for side in ("store", "bare")}
+    rates: list[Record] = []
+    for (entry_bytes, threads, operation), records in rounds.items():
+        total_mb = float(str(entry_bytes)) * records[0]["entries"] / 1e6
+        middle = {side: median(record[side] for record in records) for side in ("store", "bare")}
         rate = {
-            **{"entry": entry, "entry_bytes": records[0]["entry_bytes"], "operation": operation, "threads": threads},
-            **{f"{side}_mb_s": records[0]["bytes"] / 1e6 / middle for side, middle in times.items()},
+            **{"entry_bytes": entry_bytes, "operation": operation, "threads": threads},
+            **{f"{side}_mb_s": total_mb / seconds for side, seconds in middle.items()},
             "of_bare": median(record["bare"] / record["store"] for record in records),
         }
         rates.append(rate)
     columns = ("entry", "operation", "threads", "store MB/s", "bare MB/s", "of bare")
     cells = [
         [
-            *(size(rate["entry_bytes"]), str(rate["operation"]), str(rate["threads"])),
+            *(size(rate["entry_bytes"]), rate["operation"], str(rate["threads"])),
             *(f"{rate['store_mb_s']:,.0f}", f"{rate['bare_mb_s']:,.0f}", f"{rate['of_bare']:.2f}"),
         ]
         for rate in rates
@@ -117,45 +94,45 @@ def report(run: Run) -> Report:
 class _StoreBenchmark:
     """The operations to time, all on the same bytes."""
 
-    def __init__(self, store: DiskStore, bare: Path, shape: EntryShape, megabytes: int) -> None:
-        self._store, self._bare, self._shape, self._chunk = store, bare, str(shape), shape.chunk()
-        fingerprint = Fingerprint("benchmark", "", "", "", str(shape.dtype))
+    def __init__(self, store: DiskStore, bare: Path, shape: Shape, megabytes: int) -> None:
+        layers, heads, channels, tokens, dtype = shape
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.randn((2, layers, heads, tokens, channels), generator=generator).to(dtype)
+        ranking = torch.stack([torch.randperm(tokens, generator=generator) for _ in range(layers)])
+        self._chunk = ChunkKV.of(list(numbers[0]), list(numbers[1]), ranking)
+        fingerprint = Fingerprint("benchmark", "", "", "", str(dtype))
         self._data = b"".join(encode(ChunkKey(fingerprint, "blind", "", hash_ids([0])), self._chunk))
-        self._bytes = len(self._data)
-        count = max(1, round(1e6 * megabytes / self._bytes))
+        count = max(1, round(1e6 * megabytes / len(self._data)))
         self._keys = [ChunkKey(fingerprint, "blind", "", hash_ids([number])) for number in range(count)]
+        self._store, self._bare = store, bare
         bare.mkdir()
 
     def measure(self, threads: int, repeats: int, run: Run) -> None:
         """Write everything and read it, from the page cache and from disk, all sides in turns; a round is a record."""
         writing: dict[str, Operation] = {"store": self._put, "bare": self._write}
-        reading: dict[str, Operation] = {"store": self._get, "bare": self._read_new}
-        size = {"entry_bytes": self._bytes, "bytes": self._bytes * len(self._keys)}
+        reading: dict[str, Operation] = {"store": self._get, "bare": self._read}
+        entry_bytes = len(self._data)
         with ThreadPoolExecutor(threads) as pool:
             for turn in range(repeats):
-                if (self._shape, threads, WRITTEN, turn) in run.records:
+                if (entry_bytes, threads, WRITTEN, turn) in run.records:
                     continue
-                self._remove_all()
+                self._store.clear()
                 times = {WRITE: self._time(pool, turn, writing), WRITTEN: self._time(pool, turn, reading)}
-                if self._drop_pages():
-                    times[COLD] = self._time(pool, turn, reading, self._drop_pages)
-                    self._time(pool, turn, reading)
+                if hasattr(os, "posix_fadvise"):
+                    times[COLD] = self._time(pool, turn, reading, cold=True)
                     times[CACHED] = self._time(pool, turn, reading)
                 for operation, seconds in times.items():
-                    run.add((self._shape, threads, operation, turn), {**size, **seconds})
+                    run.add((entry_bytes, threads, operation, turn), {"entries": len(self._keys), **seconds})
 
     def _time(
-        self,
-        pool: ThreadPoolExecutor,
-        turn: int,
-        operations: Mapping[str, Operation],
-        before: Callable[[], object] = bool,
+        self, pool: ThreadPoolExecutor, turn: int, operations: Mapping[str, Operation], *, cold: bool = False
     ) -> dict[str, float]:
         """Return the seconds that each operation takes for all entries; each turn begins with another operation."""
         seconds, names = {}, list(operations)
         for step in range(len(names)):
             name = names[(turn + step) % len(names)]
-            before()
+            if cold:
+                self._drop_pages()
             started = time.perf_counter()
             list(pool.map(operations[name], self._keys))
             seconds[name] = time.perf_counter() - started
@@ -172,31 +149,17 @@ class _StoreBenchmark:
 
     def _write(self, key: ChunkKey) -> None:
         with open(self._bare / key.address, "wb", buffering=0) as file:
-            written = 0
-            while written < self._bytes:
-                written += file.write(memoryview(self._data)[written:])
+            file.write(self._data)
             os.fsync(file.fileno())
 
-    def _read_new(self, key: ChunkKey) -> None:
-        self._read(key, memoryview(mmap.mmap(-1, self._bytes)))
-
-    def _read(self, key: ChunkKey, memory: memoryview) -> None:
+    def _read(self, key: ChunkKey) -> None:
+        memory = memoryview(mmap.mmap(-1, len(self._data)))  # new to the process
         with open(self._bare / key.address, "rb", buffering=0) as file:
-            read = 0
-            while read < self._bytes:
-                read += file.readinto(memory[read:]) or self._bytes
+            file.readinto(memory)
 
-    def _remove_all(self) -> None:
-        self._store.clear()
-        for path in self._bare.iterdir():
-            path.unlink()
-
-    def _drop_pages(self) -> bool:
-        """Take all files out of the page cache; return whether this system can do that."""
-        if not hasattr(os, "posix_fadvise"):
-            return False
+    def _drop_pages(self) -> None:
+        """Take all files out of the page cache."""
         for path in [*self._bare.iterdir(), *(path for _, path in self._store.files.entries())]:
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-        return True

@@ -1,4 +1,4 @@
-"""Questions of a file: three layouts, read alike by the bench and by profiles; what cannot be used is named by line."""
+"""Questions of a file: three layouts; what cannot be used is named by line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.questions import BadDataset, first_passages, passage_texts, read_dataset, read_samples
+from benchmarks.questions import BadDataset, passage_texts, read_dataset
 
 GOOD = {"id": "a", "question": "Who?", "answers": ["Orla"], "passages": [{"title": "Crew", "text": "Orla."}] * 4}
 LONG_BENCH = {"input": "Who?", "context": "Passage 1:\nOrla\nsteers.\n\nPassage 2:\nAnn sings.", "answers": ["Ann"]}
@@ -39,14 +39,9 @@ def test_a_passage_is_its_title_and_its_text(tmp_path: Path) -> None:
     ],
     ids=["ours", "the release's", "LongBench's", "without headings", "one paragraph"],
 )
-def test_the_bench_and_profiles_read_the_same_layouts(
-    tmp_path: Path, record: dict[str, Any], passages: tuple[str, ...]
-) -> None:
-    path = dataset(tmp_path, record)
-    (example,), (sample,) = read_dataset(path), read_samples(path)
-    assert example.passages == sample.passages == passages
-    assert example.question == sample.question == "Who?"
-    assert example.answers == sample.answers
+def test_three_layouts_are_read(tmp_path: Path, record: dict[str, Any], passages: tuple[str, ...]) -> None:
+    [example] = read_dataset(dataset(tmp_path, record))
+    assert (example.passages, example.question) == (passages, "Who?")
 
 
 def test_the_first_questions_are_taken(tmp_path: Path) -> None:
@@ -65,7 +60,6 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     path = tmp_path / "crew.jsonl"
     path.write_bytes("\r\n".join([*lines, ""]).encode())
     assert [example.passages for example in read_dataset(path)] == [(text,)] * 2
-    assert [sample.passages for sample in read_samples(path)] == [(text,)] * 2
     assert list(passage_texts(tmp_path)) == [text] * 2
 
 
@@ -76,14 +70,13 @@ def test_a_blank_answer_is_none(tmp_path: Path) -> None:
     path = dataset(tmp_path, {**GOOD, "answers": ["", " "]})
     with pytest.raises(BadDataset, match=r"crew\.jsonl, line 1: there is no gold answer"):
         read_dataset(path)
-    assert read_samples(path)[0].answers == (), "a profile can do without"
 
 
 @pytest.mark.parametrize(
     ("record", "says"),
     [
         ("{broken", "Expecting property name"),
-        ("[]", "not a JSON object"),
+        ("[]", "has no attribute"),
         ({**GOOD, "answers": [3]}, "`answers` must be a string or a list of strings"),
         ({**GOOD, "answers": 3}, "`answers` must be a string or a list of strings"),
         ({**GOOD, "passages": []}, "there are no passages"),
@@ -100,10 +93,9 @@ def test_a_blank_answer_is_none(tmp_path: Path) -> None:
 )
 def test_a_bad_record_is_named_by_file_and_line_with_what_is_expected(tmp_path: Path, record: Any, says: str) -> None:
     path = dataset(tmp_path, GOOD, record)
-    for read in (read_dataset, read_samples):
-        with pytest.raises(BadDataset, match=r'crew\.jsonl, line 2: .*; expected {"question"') as error:
-            read(path)
-        assert says in str(error.value)
+    with pytest.raises(BadDataset, match=r'crew\.jsonl, line 2: .*; expected {"question"') as error:
+        read_dataset(path)
+    assert says in str(error.value)
 
 
 def test_what_the_bench_needs_beyond_that_is_named_too(tmp_path: Path) -> None:
@@ -128,8 +120,8 @@ def test_distractors_are_the_first_others_in_their_order(tmp_path: Path) -> None
     assert example.with_distractors(2).id == example.id
     assert example.with_distractors(0).passages == ("1", "4")
     assert example.with_distractors(9) == example
-    assert first_passages(example, 3).passages == ("0", "1", "2")
-    assert first_passages(example, 3).supporting == (1,)
+    assert example.keeping([0, 1, 2]).passages == ("0", "1", "2")
+    assert example.keeping([0, 1, 2]).supporting == (1,)
 
 
 def test_a_haystack_is_made_of_whatever_passages_there_are(tmp_path: Path) -> None:

@@ -16,19 +16,18 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from benchmarks import profile
 from benchmarks.profile import answer_positions, attention_by_layer, choose_layers, recall_by_layer
-from benchmarks.questions import demo_samples
+from benchmarks.questions import Example, demo_examples, find_answers
 from benchmarks.runner import Run as Records
-from benchmarks.samples import Sample, find_answers
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt
 from qcfuse_rag.errors import ProfileError
 from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
-ANSWERED = Sample(QUESTION, tuple(PASSAGES), answers=("the harbour school",), supporting=(1,))
+ANSWERED = Example(QUESTION, tuple(PASSAGES), answers=("the harbour school",), supporting=(1,))
 
 
-def profiled(engine: FusionEngine, samples: list[Sample], **options: Any) -> dict[str, Any]:
+def profiled(engine: FusionEngine, samples: list[Example], **options: Any) -> dict[str, Any]:
     run = Records("profile")
     profile.profile_layers(engine, samples, profile.Options(**options), run)
     return profile.layer_profile(run)
@@ -71,8 +70,8 @@ def slow_recall(lm: LanguageModel, prompt: Prompt, targets: set[int]) -> list[fl
 def test_recall_is_that_of_transformers_own_attention(engine: FusionEngine) -> None:
     samples = [
         ANSWERED,
-        Sample("Is the hull green?", tuple(PASSAGES[:2]), answers=("green",)),
-        Sample("When does the council meet?", tuple(PASSAGES[::-1]), answers=("Mondays",)),
+        Example("Is the hull green?", tuple(PASSAGES[:2]), answers=("green",)),
+        Example("When does the council meet?", tuple(PASSAGES[::-1]), answers=("Mondays",)),
     ]
     expected = torch.zeros(4, dtype=torch.float64)
     for sample in samples:
@@ -124,7 +123,7 @@ def test_a_span_is_the_tokens_that_hold_a_character_of_the_answer(
 ) -> None:
     passages = ("Nothing here.", passage, "Nothing there, nor Zoëfer.")
     prompt = engine.prompt("Which?", passages)
-    found = answer_positions(engine.prompts, prompt, Sample("Which?", passages, answers=(answer,)))
+    found = answer_positions(engine.prompts, prompt, Example("Which?", passages, answers=(answer,)))
 
     # The tokenizer's pieces are bytes: add up their lengths to see which of them the answer's bytes fall in.
     written, span = engine.prompts.template.format_chunk(passage).encode(), prompt.chunks[1]
@@ -141,7 +140,7 @@ def test_a_span_is_the_tokens_that_hold_a_character_of_the_answer(
 
 def test_only_needed_passages_count_if_those_are_known(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
-    everywhere = answer_positions(engine.prompts, prompt, Sample(QUESTION, tuple(PASSAGES), answers=("the",)))
+    everywhere = answer_positions(engine.prompts, prompt, Example(QUESTION, tuple(PASSAGES), answers=("the",)))
     needed = answer_positions(engine.prompts, prompt, replace(ANSWERED, answers=("the",)))
     second = prompt.chunks[1]
     assert needed == tuple(p for p in everywhere if second.start <= p < second.stop)
@@ -162,7 +161,7 @@ def test_questions_that_cannot_be_used_are_counted(engine: FusionEngine) -> None
 
 
 def test_the_demonstrations_questions_have_their_answers_in_the_documents_needed() -> None:
-    samples = demo_samples(distractors=2)
+    samples = demo_examples(distractors=2)
     assert len(samples) == 24
     for sample in samples:
         assert len(sample.passages) == len(sample.supporting) + 2 == len(set(sample.passages))
@@ -198,11 +197,11 @@ def test_answers_are_found_as_whole_words(text: str, answers: list[str], expecte
 
 
 def test_distractors_are_the_passages_that_are_not_needed() -> None:
-    known = Sample("Q", ("a", "b", "c", "d"), ("A",), supporting=(2,))
-    assert known.with_distractors(1) == Sample("Q", ("a", "c"), ("A",), supporting=(1,))
+    known = Example("Q", ("a", "b", "c", "d"), ("A",), supporting=(2,))
+    assert known.with_distractors(1) == Example("Q", ("a", "c"), ("A",), supporting=(1,))
     assert known.with_distractors(9) == known
-    found = Sample("Q", ("a", "b", "A!", "d"), ("A!",))
-    assert found.with_distractors(0) == Sample("Q", ("A!",), ("A!",))
+    found = Example("Q", ("a", "b", "A!", "d"), ("A!",))
+    assert found.with_distractors(0) == Example("Q", ("A!",), ("A!",))
 
 
 def test_a_profile_is_measured_written_and_used(

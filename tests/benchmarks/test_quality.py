@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 from collections.abc import Sequence
@@ -12,16 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.arena import read_arena
-from benchmarks.compare import pooled, read_results
 from benchmarks.configurations import NO_PASSAGES, configurations
 from benchmarks.preparation import prepare
 from benchmarks.quality import MEANS, PendingQuestion, answer, gold_nll, report
-from benchmarks.questions import BadDataset
+from benchmarks.questions import Example
 from benchmarks.runner import Run as Records
-from benchmarks.samples import Example
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
-from qcfuse_rag.errors import QCFuseError
 from tests.support import seams
 from tests.support.cli import Run
 from tests.support.engines import make_engine
@@ -153,7 +148,8 @@ def test_a_table_has_a_line_for_each_dataset_and_configuration(bench: Bench, tmp
     found = bench(*options, dataset="harbour,other")
     lines = {(line["dataset"], line["method"]): line for line in found["summary"]}
     sides = ("full", "no passages", "qcfuse", "random")
-    assert list(lines) == [(dataset, method) for dataset in ("harbour", "other") for method in sides]
+    assert list(lines) == [(dataset, method) for dataset in ("harbour", "other", "all") for method in sides]
+    assert lines["all", "qcfuse"]["n"] == 4
     full, _, qcfuse, random = (lines["harbour", method] for method in sides)
     assert (full["n"], lines["other", "full"]["n"]) == (3, 1)
     assert qcfuse["minus_full"]["nll"]["mean"] == pytest.approx(qcfuse["nll"] - full["nll"])
@@ -272,65 +268,12 @@ def test_answers_that_a_guard_had_computed_in_full_are_told() -> None:
     assert any(note.startswith("auto: 1 of 2 answers were computed in full") for note in report(run).notes)
 
 
-def test_results_are_pooled_and_compared_by_answers(bench: Bench) -> None:
-    found = bench("--methods", "reuse,random", "--ratios", "0", "--size", 2)
-    run = read_results([bench.out])
-    data = pooled(run, "reuse").summary
-    lines = {line["method"]: line for line in data["configurations"]}
-    means = {m: statistics.fmean(r["answer_kl"] for r in answers_of(found, m)) for m in ("reuse", "random")}
-    assert lines["reuse"]["answer_kl"] == pytest.approx(means["reuse"])
-    [difference] = data["differences"]
-    assert difference["answer_kl"]["mean"] == pytest.approx(means["reuse"] - means["random"])
-    with pytest.raises(QCFuseError, match="no file has the method 'epic'"):
-        pooled(run, "epic")
-    result = json.loads(bench.out.read_text())
-    result["conditions"]["seed"] = 1
-    other = bench.out.with_name("other.json")
-    other.write_text(json.dumps(result))
-    with pytest.raises(QCFuseError, match=r"other\.json differs from the files before it in seed"):
-        read_results([bench.out, other])
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """Return the file of passages in a folder laid out like KVShareArena's repository."""
-    root = tmp_path / "checkout"
-    data, assets = root / "data" / "queryset", root / "kvsharearena" / "assets"
-    (data / "agent_reports").mkdir(parents=True)
-    assets.mkdir(parents=True)
-    rows = [
-        {"_id": f"q{i}", "input": QUESTION, "answers": ["the old mill"], "chunks": PASSAGES[: 3 - i]} for i in (0, 1)
-    ]
-    (data / "harbour_n100.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = {"_id": "q1", "input": QUESTION, "notes": [{"note_text": text} for text in PASSAGES]}
-    (data / "agent_reports" / "harbour_notes.jsonl").write_text(json.dumps(report))
-    (assets / "prompts.json").write_text(json.dumps({"P_c": "Answer {briefly}."}))
-    prompt = "Read.\n\n{context}\n\nQuestion: {input}\nAnswer:"
-    config = {"dataset2prompt": {"harbour": prompt}, "dataset2maxlen": {"harbour": 4}}
-    (assets / "longbench_config.json").write_text(json.dumps(config))
-    return data / "harbour_n100.jsonl"
-
-
-def test_kvsharearena_is_asked_in_its_own_wording(checkout: Path, bench: Bench, engine: FusionEngine) -> None:
-    arena = read_arena(checkout)
-    assert [(e.id, len(e.passages), e.max_new_tokens) for e in arena.examples] == [("q0", 3, 4), ("q1", 2, 4)]
-    asked = FusionEngine(engine.lm, MemoryStore(), template=arena.template).prompt(QUESTION, PASSAGES)
-    text = "".join(segment.text for segment in asked.segments)
-    body = f"Read.\n\n{''.join(PASSAGES)}\n\nQuestion: {QUESTION}\nAnswer:"
-    assert text.endswith(f"Answer {{briefly}}.</s>\n<user>\n{body}</s>\n<assistant>\n")
-    reports = read_arena(checkout.parent / "agent_reports" / "harbour_notes.jsonl")
-    assert [(e.id, e.passages, e.answers) for e in reports.examples] == [("q1", tuple(PASSAGES), ("the old mill",))]
-    out = bench.out
-    bench.run.text("quality", "--model", bench.model, "--device", "cpu", "--arena", checkout, "--json", out)
-    assert [line["n"] for line in json.loads(out.read_text())["summary"]] == [2, 2, 2]
-
-
-def test_a_list_of_checksums_confirms_an_arenas_file_or_refuses_it(checkout: Path) -> None:
-    assert not read_arena(checkout).checked
-    sums = {checkout.name: hashlib.sha256(checkout.read_bytes()).hexdigest()}
-    (checkout.parent / "sha256.json").write_text(json.dumps(sums))
-    assert read_arena(checkout).checked
-    checkout.write_text(checkout.read_text().replace("mill", "hill"))
-    for path in (checkout, checkout.parent / "agent_reports" / "harbour_notes.jsonl"):
-        with pytest.raises(BadDataset, match=r"harbour_n100\.jsonl is not the frozen file"):
-            read_arena(path)
+def test_methods_are_compared_with_the_default_one_at_their_ratio() -> None:
+    run = Records("quality")
+    for method, kls in (("full", (0.0, 0.0)), ("auto", (0.1, 0.2)), ("epic", (0.3, 0.6))):
+        for name, kl in zip("ab", kls, strict=True):
+            side = (None, 1.0) if method == "full" else ("blind", 0.1)
+            run.add(("answer", "d", name, method, *side, None), record(0.0, answer_kl=kl))
+    lines = {line["method"]: line for line in report(run).summary["summary"]}
+    assert lines["epic"]["auto_minus_it"]["mean"] == pytest.approx(-0.3)
+    assert lines["full"]["auto_minus_it"] is None

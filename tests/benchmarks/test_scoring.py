@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from benchmarks.scoring import exact_match, gap_recovered, mean_interval, paired_difference, rouge_l, scores, token_f1
+from benchmarks.scoring import gap_recovered, mean_interval, scores, token_f1
 from qcfuse_rag.verification.cases import string_match
 
 
@@ -16,19 +16,12 @@ def test_words_are_compared_without_case_punctuation_and_articles() -> None:
     assert token_f1("in the Eiffel Tower", ["Paris", "Eiffel Tower"]) == pytest.approx(2 * 2 / 5)
     assert token_f1("", ["Paris"]) == 0
     assert token_f1("no no no", ["no"]) == pytest.approx(0.5), "a word counts as often as both have it"
-    assert (exact_match("An Orla.", ["orla"]), exact_match("Orla B", ["Orla"])) == (1, 0)
 
 
 def test_answers_without_words_are_compared_by_their_characters() -> None:
-    assert (exact_match("\\", [":"]), token_f1("\\", [":"])) == (0, 0)
-    assert (exact_match(" : ", [":"]), token_f1(" : ", [":"])) == (1, 1)
-    assert (exact_match("a", ["A"]), exact_match("the", ["A"])) == (1, 0), "an article can be the answer"
-    assert (exact_match("", ["-"]), exact_match("...", ["Orla"]), token_f1("a ferry", ["A"])) == (0, 0, 0)
-
-
-def test_rouge_is_that_of_the_package_with_stemming() -> None:
-    assert rouge_l("captains of ferries", ["captain of the ferry"]) == pytest.approx(2 * (3 / 3) * (3 / 4) / (7 / 4))
-    assert rouge_l("nothing", ["captain", "nothing at all"]) == pytest.approx(0.5)
+    assert (token_f1("\\", [":"]), token_f1(" : ", [":"])) == (0, 1)
+    assert (token_f1("a", ["A"]), token_f1("the", ["A"])) == (1, 0), "an article can be the answer"
+    assert (token_f1("", ["-"]), token_f1("...", ["Orla"]), token_f1("a ferry", ["A"])) == (0, 0, 0)
 
 
 def test_parts_of_an_answer_count_each_when_all_are_needed() -> None:
@@ -36,7 +29,7 @@ def test_parts_of_an_answer_count_each_when_all_are_needed() -> None:
     assert string_match("123 and 456", gold, needs_all=True) == 0.5
     assert string_match("123 and 456", gold, needs_all=False) == 1
     assert string_match("Orla", ["ORLA"], needs_all=False) == 1
-    assert scores("123, 456, 789, 000", gold, needs_all=True) == {"f1": 1, "em": 1, "rouge_l": 1, "match": 1}
+    assert scores("123, 456, 789, 000", gold, needs_all=True) == {"f1": 1, "match": 1}
 
 
 def test_an_interval_is_where_the_means_of_resamples_lie() -> None:
@@ -68,10 +61,9 @@ def test_no_gap_is_no_share_and_an_uncertain_gap_has_no_interval() -> None:
 
 
 def test_the_resamples_are_the_arenas() -> None:
-    scores, others = [0.91, 0.2, 0.03, 0.7, 0.4, 0.55, 0.18, 0.83], [0.5, 0.31, 0.0, 0.17, 0.9, 0.21, 0.6, 0.37]
-    differences = [score - other for score, other in zip(scores, others, strict=True)]
+    scores = [0.91, 0.2, 0.03, 0.7, 0.4, 0.55, 0.18, 0.83]
     generator = random.Random(20260730)
-    means = sorted(sum(differences[generator.randrange(8)] for _ in range(8)) / 8 for _ in range(10_000))
-    result = paired_difference(scores, others)
-    assert [result["low"], result["high"]] == pytest.approx([means[249], means[9749]])
-    assert result["mean"] == pytest.approx(sum(differences) / 8)
+    means = sorted(sum(scores[generator.randrange(8)] for _ in range(8)) / 8 for _ in range(10_000))
+    result = gap_recovered(scores, [0.0] * 8, [1.0] * 8)
+    assert [result["pgr_low"], result["pgr_high"]] == pytest.approx([means[249], means[9749]])
+    assert result["pgr"] == pytest.approx(sum(scores) / 8)

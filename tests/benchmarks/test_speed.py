@@ -16,9 +16,8 @@ from transformers.integrations.bitnet import BitLinear
 from benchmarks import speed, store
 from benchmarks.floors import random_model, row_operations, step_bytes
 from benchmarks.runner import Run as Records
-from benchmarks.speed import STEPS, peak_bytes, random_prompt, report, stock_steps
-from benchmarks.store import COLD, EntryShape
-from benchmarks.tiers import fill
+from benchmarks.speed import STEPS, fill, peak_bytes, random_prompt, report, stock_steps
+from benchmarks.store import COLD
 from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError, make_method
 from qcfuse_rag.cli.capacity import SHAPES, Ceilings
 from qcfuse_rag.errors import PromptTooLong
@@ -259,9 +258,10 @@ def test_a_warming_job_is_measured_beside_its_forward_passes(run: Run, model_fol
 
 
 def test_a_store_is_measured_with_every_number_of_threads(tmp_path: Path) -> None:
-    shape = EntryShape(layers=2, heads=2, channels=16, tokens=200, dtype=torch.bfloat16)
     run = Records("store")
-    store.measure(store.Options(folder=tmp_path, mb=1, repeats=2, threads="1,3"), run, (shape,))
+    store.measure(
+        store.Options(folder=tmp_path, mb=1, repeats=2, threads="1,3"), run, ((2, 2, 16, 200, torch.bfloat16),)
+    )
     rates = store.report(run).summary["rates"]
     operations = {rate["operation"] for rate in rates}
     assert (len(operations), {rate["threads"] for rate in rates}) == (4 if COLD in operations else 2, {1, 3})

@@ -31,8 +31,7 @@ from benchmarks import kernel_floors
 from benchmarks import speed as speed_measurement
 from benchmarks.floors import random_model
 from benchmarks.runner import Run, execute
-from benchmarks.speed import random_prompt
-from benchmarks.tiers import fill, open_tiers
+from benchmarks.speed import fill, open_tiers, random_prompt
 from qcfuse_rag import KVStore, LanguageModel, MemoryStore, make_method, open_store
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import default_model
@@ -229,8 +228,8 @@ def prefetching(check: Check) -> dict[str, Any]:
 
 
 def floors(check: Check) -> dict[str, Any]:
-    """Time the kernels beside torch and lower bounds, with other tiles."""
-    options = kernel_floors.Options(shape=check.shape, tiles=True)
+    """Time the kernels beside torch and lower bounds."""
+    options = kernel_floors.Options(shape=check.shape)
     run, out = Run("kernel-floors"), check.folder / "floors.json"
     execute(run, lambda run: kernel_floors.measure(options, run), kernel_floors.report, str(out))
     return dict(kernel_floors.report(run).summary)

@@ -14,7 +14,7 @@ import pytest
 from semantic_text_splitter import TextSplitter
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.questions import read_samples
+from benchmarks.questions import read_dataset
 from qcfuse_rag import QCFuseError
 from qcfuse_rag.library import readers as read
 from qcfuse_rag.library.readers import TextSplitting, read_passages, skipped_files
@@ -219,5 +219,7 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path, tokenizer: PreTrainedToke
     (tmp_path / "b.jsonl").write_text(json.dumps({"id": "b", "text": PASSAGES[1]}), "utf-8-sig")
     passages = read_passages([tmp_path], tokenizer, max_tokens=200)
     assert [texts[0] for texts in passages.values()] == [f"# Mill\n\n{PASSAGES[0]}", PASSAGES[1]]
-    (tmp_path / "c.jsonl").write_text(json.dumps({"question": "Who?", "passages": PASSAGES}), "utf-8-sig")
-    assert [sample.question for sample in read_samples(tmp_path / "c.jsonl")] == ["Who?"]
+    (tmp_path / "c.jsonl").write_text(
+        json.dumps({"question": "Who?", "passages": PASSAGES, "answers": "Orla"}), "utf-8-sig"
+    )
+    assert [sample.question for sample in read_dataset(tmp_path / "c.jsonl")] == ["Who?"]
