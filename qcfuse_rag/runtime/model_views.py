@@ -1,7 +1,7 @@
 """Views of a model that share its weights and run other layers, so that a pass can act between layers.
 
-transformers' decoders run a list of layers. A view has another list. No model code is patched, and passes that run the
-model itself are not affected.
+transformers' decoders run a list of layers. A view has another list. The model and its classes stay as they are, and so
+do passes that run the model itself; views by `fused_layers` also replace functions that modules call, in copies.
 """
 
 from __future__ import annotations
