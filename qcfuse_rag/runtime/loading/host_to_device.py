@@ -132,7 +132,7 @@ class HostToDevice:
         """Start copying spans of page-locked memory to the device, into one allocation.
 
         Args:
-            spans: `[n]` uint8 each, whole multiples of `store.blocks.SLAB_ALIGNMENT`.
+            spans: `[n]` uint8 each, whole multiples of `store.chunk.SLAB_ALIGNMENT`.
 
         Returns:
             The transfer, and the address on the device that each span is copied to.
