@@ -59,7 +59,7 @@ def health(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> N
 
     from qcfuse_rag.library.folder import existing_store_folder, open_disk_tier
     from qcfuse_rag.store.backends.remote import open_remote
-    from qcfuse_rag.store.documents.manifest import manifest_damage
+    from qcfuse_rag.store.documents.sources import manifest_damage
 
     with open_disk_tier(folder) as store:
         [health_report], remote_report = store.health(), None
@@ -131,7 +131,7 @@ def gc(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> None:
 def rebuild(folder: Folder, as_json: Json = False) -> None:
     """Rebuild the index from the files, without use counts and pins; a damaged list of documents is set aside."""
     from qcfuse_rag.library.folder import existing_store_folder, open_disk_tier
-    from qcfuse_rag.store.documents.manifest import quarantine_manifest
+    from qcfuse_rag.store.documents.sources import quarantine_manifest
     from qcfuse_rag.store.maintenance import rebuild as rebuild_index
 
     moved_to = quarantine_manifest(existing_store_folder(folder))

@@ -47,7 +47,7 @@ def open_store(  # noqa: PLR0913 keyword arguments of the entry point
         memory_bytes: most bytes the memory tier may take.
         numbers: format of new entries, `model`, `int8` or `fp8`; see `store.quantization`. A new folder or remote gets
             `int8`, and a store in memory alone the model's own.
-        eviction: policy on disk, `cost`, `lru` or `lfu`; see `store.backends.eviction`.
+        eviction: policy on disk, `cost`, `lru` or `lfu`; see `store.backends.base`.
         ttl_s: seconds after which new entries expire.
         secret: encrypts entries and names tenants; random bytes from configuration, never from a request. By default
             the environment variable QCFUSE_SECRET, if it is set.

@@ -11,8 +11,7 @@ from qcfuse_rag.store.admin import Progress
 from qcfuse_rag.store.backends.base import Miss, check_entry
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.index import INDEX_FAILURES, WRITING, DiskQuota
-from qcfuse_rag.store.documents.manifest import FILE_NAME, Manifest, manifest_damage
-from qcfuse_rag.store.documents.sources import Garbage
+from qcfuse_rag.store.documents.sources import FILE_NAME, Garbage, Manifest, manifest_damage
 
 
 @dataclass(slots=True)

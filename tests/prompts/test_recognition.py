@@ -24,10 +24,9 @@ from qcfuse_rag.prompts.recognition import (
     passage_signature,
 )
 from qcfuse_rag.prompts.segments import Role
-from qcfuse_rag.store.chunk import RANKING, ChunkKV, to_format
+from qcfuse_rag.store.chunk import RANKING, ChunkKV, slice_chunk, to_format
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
-from qcfuse_rag.store.slice import slice_chunk
 from tests.support import references
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import MemoryStore
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.backends.eviction import (
+from qcfuse_rag.store.backends.base import (
     HALF_LIFE_S,
     POLICIES,
     EntryUsage,
+    Miss,
     eviction_policy,
     least_frequently_used,
     least_recently_used,

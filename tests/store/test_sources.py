@@ -19,8 +19,7 @@ import pytest
 from qcfuse_rag import DiskStore, KVStore, MemoryStore, TieredStore
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.tenant import TenantStore
-from qcfuse_rag.store.documents import manifest
-from qcfuse_rag.store.documents.sources import Sources
+from qcfuse_rag.store.documents.sources import OPEN_TIMEOUT_S, Manifest, Sources
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.support import seams
@@ -103,7 +102,7 @@ def test_what_cannot_be_written_is_an_error_at_once(store: DiskStore, monkeypatc
     seams.manifest_connection(monkeypatch, unwritable)
     with pytest.raises(StoreError, match="readonly"):
         Sources(store)
-    assert time.monotonic() - begun < manifest.OPEN_TIMEOUT_S / 2
+    assert time.monotonic() - begun < OPEN_TIMEOUT_S / 2
 
 
 def unwritable(*_: object, **__: object) -> Any:
@@ -324,7 +323,7 @@ def test_a_transaction_that_sqlite_rolled_back_itself_fails_with_the_cause() -> 
     """As on a full disk."""
 
     def fill_up() -> None:
-        with manifest.Manifest(None).writing() as database:
+        with Manifest(None).writing() as database:
             database.execute("ROLLBACK")
             raise sqlite3.OperationalError("database or disk is full")
 

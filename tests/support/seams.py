@@ -41,7 +41,7 @@ opened_index = _seam("qcfuse_rag.store.backends.disk.open_index")
 disk_index = _seam("qcfuse_rag.store.backends.index.Index")
 index_busy_timeout_s = _seam("qcfuse_rag.store.backends.index.BUSY_TIMEOUT_S")
 redis_scan_batch = _seam("qcfuse_rag.store.backends.redis_blobs.SCAN_BATCH")
-manifest_connection = _seam("qcfuse_rag.store.documents.manifest.sqlite3.connect")
+manifest_connection = _seam("qcfuse_rag.store.documents.sources.sqlite3.connect")
 populate_flag = _seam("qcfuse_rag.store.entry.reader.MADV_POPULATE_READ")
 
 measured_passes = _seam("qcfuse_rag.runtime.cost.measure_passes")

@@ -118,7 +118,7 @@ def worth_by_savings(
 ) -> Callable[[Slot], float]:
     """Return a worth function that evicts the slot whose uses saved least: Cache-Craft's eviction within a chunk.
 
-    Between chunks the policy `cost` of `store.backends.eviction` does the same, by the `saved_ms` of captures.
+    Between chunks the policy `cost` of `store.backends.base` does the same, by the `saved_ms` of captures.
     """
     contexts = [*(slot.context for slot in slots), context]
     return lambda slot: uses(slot) * (1 - expected_overhead(slot.chunk, contexts))

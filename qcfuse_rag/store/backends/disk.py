@@ -14,9 +14,8 @@ from typing import TypeVar
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.models.fingerprint import Fingerprint
-from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats, open_entry
+from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats, eviction_policy, open_entry
 from qcfuse_rag.store.backends.disk_settings import DEFAULT_LIMIT_BYTES, resolve_settings, write_if_possible
-from qcfuse_rag.store.backends.eviction import eviction_policy
 from qcfuse_rag.store.backends.files import StoreFiles
 from qcfuse_rag.store.backends.index import (
     ENTRY,
@@ -48,7 +47,7 @@ class DiskStore(KVStore):
         folder: created if it does not exist.
         limit_bytes: most bytes its files may take together, at any moment; 64 GiB if never given.
         numbers: format of new entries, see `store.quantization`; the model's own if never given.
-        eviction: `cost` (if never given), `lru` or `lfu`, see `store.backends.eviction`.
+        eviction: `cost` (if never given), `lru` or `lfu`, see `store.backends.base`.
         ttl_s: seconds after which new entries expire.
         cipher: the cipher that encrypts entries.
         remote: URL of the remote behind the folder, kept for the next time it is opened; empty for none.

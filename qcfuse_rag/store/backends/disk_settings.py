@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
-from qcfuse_rag.store.backends.eviction import eviction_policy
+from qcfuse_rag.store.backends.base import eviction_policy
 from qcfuse_rag.store.backends.files import StoreFiles
 from qcfuse_rag.store.entry.codec import ENCRYPTED, PREAMBLE, Preamble
 from qcfuse_rag.store.entry.encryption import SECRET_VARIABLE, TENANT_SECRET_VARIABLE, StoreCipher
@@ -33,7 +33,7 @@ class StoreSettings:
     Attributes:
         limit_bytes: most bytes its files may take.
         numbers: format of new entries, see `store.quantization`.
-        eviction: `cost`, `lru` or `lfu`, see `store.backends.eviction`.
+        eviction: `cost`, `lru` or `lfu`, see `store.backends.base`.
         ttl_s: seconds after which an entry expires, or None.
         secret: `StoreCipher.proof` of the secret that entries are encrypted under; None if they are not encrypted.
         remote: URL of the remote behind it, without its password; empty if there is none.

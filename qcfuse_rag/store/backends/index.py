@@ -32,7 +32,7 @@ import diskcache
 from diskcache.core import MODE_RAW, UNKNOWN
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
-from qcfuse_rag.store.backends.eviction import EntryUsage
+from qcfuse_rag.store.backends.base import EntryUsage
 from qcfuse_rag.store.backends.files import StoreFiles, file_size
 from qcfuse_rag.store.entry.codec import PARSE_ERRORS
 from qcfuse_rag.store.entry.encryption import StoreCipher

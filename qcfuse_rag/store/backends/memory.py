@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
-from qcfuse_rag.store.backends.eviction import EntryUsage, eviction_policy
+from qcfuse_rag.store.backends.base import EntryInfo, EntryUsage, Health, KVStore, Miss, StoreStats, eviction_policy
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
@@ -41,7 +40,7 @@ class MemoryStore(KVStore):
         pinned: page-lock host memory, from which a GPU reads fastest; needs CUDA. None leaves it to the engine, which
             does so if its model is on a GPU. Torch rounds such memory up to powers of two.
         numbers: format of entries, see `store.quantization`.
-        eviction: `lru`, `lfu` or `cost`, see `store.backends.eviction`.
+        eviction: `lru`, `lfu` or `cost`, see `store.backends.base`.
         ttl_s: seconds after which a chunk without an expiry expires, or None.
 
     Raises:

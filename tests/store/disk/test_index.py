@@ -13,8 +13,7 @@ import torch
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.backends.eviction import EntryUsage
+from qcfuse_rag.store.backends.base import EntryUsage, Miss
 from qcfuse_rag.store.backends.index import WRITING, Record
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.maintenance import collect_garbage, rebuild
