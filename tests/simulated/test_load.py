@@ -64,7 +64,7 @@ def test_page_locked_chunks_are_sent_by_few_copies(
     for number in range(n_chunks):
         tensors = [torch.randn(1, n_tokens, 16, generator=generator) for _ in range(2 * n_layers)]
         ranking = torch.arange(n_tokens).expand(n_layers, -1)
-        chunk = ChunkKV.of(tensors[::2], tensors[1::2], ranking, probe_layers=(17,))
+        chunk = ChunkKV.of(tensors[::2], tensors[1::2], ranking)
         store.put(example_key(number), chunk)
     assert len(pinned) == n_chunks
     chunks = [chunk for number in range(n_chunks) if isinstance(chunk := store.get(example_key(number)), ChunkKV)]
@@ -91,7 +91,7 @@ def test_chunks_on_the_device_are_placed_without_a_thread(device: Device, monkey
     gpu, shape, n_layers, store = torch.device("cuda", 0), KVShape(1, 16, 16), 36, MemoryStore(device="cuda:0")
     tensors = [torch.randn(1, 2, 16) for _ in range(2 * n_layers)]
     ranking = torch.arange(2).expand(n_layers, -1)
-    store.put(example_key(), ChunkKV.of(tensors[::2], tensors[1::2], ranking, probe_layers=(17,)))
+    store.put(example_key(), ChunkKV.of(tensors[::2], tensors[1::2], ranking))
     chunk = store.get(example_key())
     assert isinstance(chunk, ChunkKV)
     buffer = KVBuffer.allocate([shape] * n_layers, 2, dtype=torch.float32, device=gpu)

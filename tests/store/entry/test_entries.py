@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import open_chunk
 from qcfuse_rag.store.quantization import FORMATS, STORE_FORMATS
 from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_key
-from tests.store.entry.entries import CIPHERS, SECRET, CountingSource, opened, written
+from tests.store.entry.entries import CIPHERS, SECRET, CountingSource, header_of, opened, with_header, written
 
 
 @pytest.mark.parametrize("cipher", CIPHERS.values(), ids=CIPHERS)
@@ -35,11 +35,10 @@ def test_any_shape_is_read_back_whole_and_in_ranges(data: st.DataObject) -> None
     n_tokens, layers, heads = (data.draw(st.integers(1, most)) for most in (300, 3, 3))
     key_dim, value_dim = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
     dtype, cipher = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(list(CIPHERS.values())))
-    probe_layers = tuple(data.draw(st.lists(st.integers(0, layers - 1), unique=True)))
     keys = [torch.randn(heads, n_tokens, key_dim).to(dtype) for _ in range(layers)]
     values = [torch.randn(heads, n_tokens, value_dim).to(dtype) for _ in range(layers)]
     ranking = torch.stack([torch.randperm(n_tokens) for _ in range(layers)])
-    chunk = to_format(ChunkKV.of(keys, values, ranking, probe_layers=probe_layers), data.draw(st.sampled_from(FORMATS)))
+    chunk = to_format(ChunkKV.of(keys, values, ranking), data.draw(st.sampled_from(FORMATS)))
     _, found = opened(written(chunk, cipher), cipher)
     start = data.draw(st.integers(0, n_tokens))
     stop = data.draw(st.integers(start, n_tokens))
@@ -51,10 +50,18 @@ def test_any_shape_is_read_back_whole_and_in_ranges(data: st.DataObject) -> None
     assert_same(found, chunk)
 
 
-def test_what_a_probe_reads_comes_first() -> None:
-    header, _ = opened(written(replace(example_chunk(), probe_layers=(2, 1))))
-    names = [block.name for block in header.blocks]
-    assert names == ["ranking", "key.2", "key.1", "key.0", "value.0", "value.1", "value.2"]
+@pytest.mark.parametrize("numbers", ["model", "int8", "rank4"])
+def test_an_entry_with_another_order_of_layers_is_read(numbers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As versions wrote that put the layers first that a probe reads."""
+    chunk = to_format(example_chunk(), numbers)
+    ranking, *names = chunk.names()
+    reordered = [name for layer in (2, 0, 1) for name in names if name.split(".")[1] == str(layer)]
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkKV, "names", lambda chunk: [ranking, *reordered])
+        data = written(chunk)
+    about = {**header_of(data), "probe_layers": [2]}
+    assert about["blocks"][1]["name"].split(".")[1] == "2"
+    assert_same(opened(with_header(data, json.dumps(about).encode()))[1], chunk)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,6 @@ from tests.store.entry.entries import CountingSource, header_of, opened, with_he
         ("layers", 1 << 60),
         ("numbers", "int4"),
         ("dtype", "float64"),
-        ("probe_layers", [3]),
-        ("probe_layers", [0]),
         ("expires", "soon"),
         ("expires", float("nan")),
         ("blocks", []),
