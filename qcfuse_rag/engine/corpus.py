@@ -29,7 +29,7 @@ from qcfuse_rag.store.prefill_base import FRAMED, Base
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WarmSettings:
-    """Settings of `Corpus.warm`.
+    """How passages are warmed; see `Corpus.warm`.
 
     Attributes:
         sources: for each passage the document it is from, or None.
@@ -92,87 +92,78 @@ class Corpus:
 
         Args:
             texts: passages, exactly as they will be given to `FusionEngine.prompt`.
-            **options: see `WarmSettings`.
+            **options: fields of `WarmSettings`.
 
         Raises:
             StoreError: if the store cannot be written.
             ValueError: if there are not as many sources or priorities as passages.
         """
-        settings = WarmSettings(**options)
-        bases = self.bases if settings.bases is None else tuple(settings.bases)
-        texts = list(texts)
+        given, texts = WarmSettings(**options), list(texts)
+        bases = self._bases_of(given)
         chunks = [self._prompts.chunk_ids(text) for text in texts]
-        chunk_sources = settings.sources
-        if chunk_sources is not None and len(chunk_sources) != len(chunks):
-            raise ValueError(f"{len(chunk_sources)} sources for {len(chunks)} passages")
-        keys_by_source: dict[str, list[ChunkKey]] = {}
-        for source, chunk in zip(chunk_sources or (), chunks, strict=False):
-            if source is not None:
-                keys_by_source.setdefault(source, []).extend(self.keys(chunk, with_prerequisites(bases)))
-        for source, tag in (settings.access or {}).items():
-            self.open_sources().restrict(source, tag)
+        sources_of = [None] * len(chunks) if given.sources is None else list(given.sources)
+        if len(sources_of) != len(chunks):
+            raise ValueError(f"{len(sources_of)} sources for {len(chunks)} passages")
+        keys_by_source: dict[str | None, list[ChunkKey]] = {None: []}
+        for source, chunk in zip(sources_of, chunks, strict=True):
+            keys_by_source.setdefault(source, []).extend(self.keys(chunk, with_prerequisites(bases)))
+        unowned_keys = set(keys_by_source.pop(None))
+        owned = {source: keys for source, keys in keys_by_source.items() if source is not None}
+        owned_keys = {key for keys in owned.values() for key in keys} - unowned_keys
+
         # Before the job: it may be killed, and access tags decide what an entry may be derived from.
-        for source, keys in keys_by_source.items():
+        for source, tag in (given.access or {}).items():
+            self.open_sources().restrict(source, tag)
+        for source, keys in owned.items():
             self.open_sources().add(source, keys)
-        sources_of = chunk_sources or [None] * len(chunks)
-        unowned = [chunk for source, chunk in zip(sources_of, chunks, strict=True) if source is None]
-        unowned_keys = {key for chunk in unowned for key in self.keys(chunk, with_prerequisites(bases))}
-        self._release_removed(unowned_keys)
-        owned_keys = {key for keys in keys_by_source.values() for key in keys} - unowned_keys
-        job = self.warm_job(
-            chunks,
-            others=[self._prompts.chunk_ids(text) for text in settings.others],
-            bases=bases,
-            priority=settings.priority,
-            neighbours=settings.neighbours,
-            vectors=settings.vectors,
-            retrievals=settings.retrievals,
-            batch_tokens=settings.batch_tokens,
-            confirm=lambda keys: self.open_sources().discard_unowned(key for key in keys if key in owned_keys),
-        )
-        summary = job.run(settings.progress, settings.workers)
-        for source, keys in keys_by_source.items():
-            self.open_sources().confirm(source, keys, replace=settings.replace)
-        left = {source: self.open_sources().addresses(source) for source in keys_by_source}
-        forgotten = [
-            source is not None and any(self._store.address(key) not in left[source] for key in self.keys(chunk, bases))
-            for source, chunk in zip(sources_of, chunks, strict=True)
+        with suppress(StoreError):  # the manifest may be readable only
+            self.open_sources().release_removed(unowned_keys)
+
+        def confirm(keys: Sequence[ChunkKey]) -> None:
+            self.open_sources().discard_unowned(key for key in keys if key in owned_keys)
+
+        summary = self._job(chunks, given, confirm).run(given.progress, given.workers)
+        for source, keys in owned.items():
+            self.open_sources().confirm(source, keys, replace=given.replace)
+        left = {source: self.open_sources().addresses(source) for source in owned}
+        kept = [
+            (text, chunk)
+            for text, chunk, source in zip(texts, chunks, sources_of, strict=True)
+            if source is None or all(self._store.address(key) in left[source] for key in self.keys(chunk, bases))
         ]
-        kept = [(text, chunk) for text, chunk, gone in zip(texts, chunks, forgotten, strict=True) if not gone]
         if bases:
             self._note_signatures(kept, bases[0], warmed=summary.warmed > 0)
         self._store.flush()  # last: if a remote cannot be reached, the chunks on the disk are in use all the same
         return summary
 
-    def warm_job(
-        self,
-        chunks: Iterable[tuple[int, ...]],
-        *,
-        bases: Iterable[Base] | None = None,
-        priority: Sequence[float] | None = None,
-        others: Sequence[tuple[int, ...]] = (),
-        neighbours: Sequence[Sequence[int]] | None = None,
-        vectors: NDArray[np.float32] | None = None,
-        retrievals: Sequence[Sequence[int]] = (),
-        batch_tokens: int | None = None,
-        confirm: Callable[[Sequence[ChunkKey]], object] | None = None,
-    ) -> WarmJob:
+    def warm_job(self, chunks: Iterable[tuple[int, ...]], **options: Any) -> WarmJob:
         """Return a job that can be planned before it is run.
 
-        `chunks` and `others` are token ids, see `PromptBuilder.chunk_ids`; `confirm` removes written entries that must
-        not stay, see `ingestion.warm_job.WarmJob`; the other arguments are those of `WarmSettings`.
+        Args:
+            chunks: the passages' token ids, see `PromptBuilder.chunk_ids`.
+            **options: fields of `WarmSettings`; `sources`, `replace` and `access` have no effect.
         """
-        bases = self.bases if bases is None else tuple(bases)
-        related = Related(others, neighbours, vectors, tuple(retrievals))
+        return self._job(chunks, WarmSettings(**options))
+
+    def _bases_of(self, options: WarmSettings) -> tuple[Base, ...]:
+        return self.bases if options.bases is None else tuple(options.bases)
+
+    def _job(
+        self,
+        chunks: Iterable[tuple[int, ...]],
+        options: WarmSettings,
+        confirm: Callable[[Sequence[ChunkKey]], None] | None = None,
+    ) -> WarmJob:
+        others, bases = [self._prompts.chunk_ids(text) for text in options.others], self._bases_of(options)
         return WarmJob(
             self._target,
             chunks,
             bases=bases,
-            priority=priority,
-            related=related,
+            priority=options.priority,
+            related=Related(others, options.neighbours, options.vectors, tuple(options.retrievals)),
             writer=self.entry_writer() if any(base.derived for base in bases) else None,
             confirm=confirm,
-            batch_tokens=batch_tokens,
+            batch_tokens=options.batch_tokens,
         )
 
     def entry_writer(self) -> EntryWriter:
@@ -239,10 +230,6 @@ class Corpus:
         """Close the manifest."""
         if self._sources is not None and not self._sources.manifest.forked:
             self._sources.close()
-
-    def _release_removed(self, keys: Iterable[ChunkKey]) -> None:
-        with suppress(StoreError):  # the manifest may be readable only
-            self.open_sources().release_removed(keys)
 
     def _note_signatures(self, passages: Sequence[tuple[str, tuple[int, ...]]], base: Base, *, warmed: bool) -> None:
         keyed = [(text, self.keys(chunk, [base])) for text, chunk in passages]

@@ -157,9 +157,9 @@ def test_what_was_being_computed_behind_a_passage_goes_with_it_too(
 def test_a_passage_that_was_forgotten_before_its_turn_came_is_not_remembered(engine: FusionEngine, how: str) -> None:
     """A job is planned at once and may run for hours."""
     engine.warm([PASSAGES[0], SECRET], sources=["a", "vault"], bases=(FRAMED,))
-    ids, secret = (engine.prompts.chunk_ids(text) for text in (PASSAGES[0], SECRET))
+    ids = engine.prompts.chunk_ids(PASSAGES[0])
     if how == "enriched":
-        job = engine.corpus.warm_job([ids], bases=(ENRICHED,), neighbours=[[1]], others=[secret])
+        job = engine.corpus.warm_job([ids], bases=(ENRICHED,), neighbours=[[1]], others=[SECRET])
         engine.forget("vault")
         job.run()
         assert key_of(engine, PASSAGES[0]) not in engine.store
