@@ -22,12 +22,10 @@ from qcfuse_rag import (
     open_store,
 )
 from qcfuse_rag.errors import InvalidTemplate, PromptTooLong, StoreError
-from qcfuse_rag.ingestion.target import PrefillTarget
-from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.reader import MappedFile, open_header
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED, Base
 from tests.support import references, seams
 from tests.support.cases import cases
 from tests.support.engines import make_engine
@@ -316,22 +314,18 @@ def test_a_store_that_cannot_be_written_says_so(llama: LanguageModel) -> None:
         engine.warm(PASSAGES)
 
 
-def test_framed_chunks_belong_to_their_frame(llama: LanguageModel) -> None:
+@pytest.mark.parametrize(
+    ("base", "hits"), [(FRAMED, [False] * 4), (BLIND, [False, True, True, True])], ids=["framed", "blind"]
+)
+def test_framed_chunks_are_their_frames_alone_and_blind_ones_serve_every_template(
+    llama: LanguageModel, base: Base, hits: list[bool]
+) -> None:
     store = MemoryStore()
-    make_engine(llama, store).warm(PASSAGES)
+    make_engine(llama, store).warm(PASSAGES, bases=(base,))
     other = PromptTemplate(messages=(("user", "Read this.\n\n{context}Now: {question}"),))
     engine = make_engine(llama, store, template=other)
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    assert [lookup.hit for lookup in engine.prefill(prompt, method=QCFUSE).report.lookups] == [False] * 4
-
-
-def test_blind_chunks_serve_every_template(llama: LanguageModel) -> None:
-    store = MemoryStore()
-    make_engine(llama, store).warm(PASSAGES, bases=(BLIND,))
-    other = PromptTemplate(messages=(("user", "Read this.\n\n{context}Now: {question}"),))
-    engine = make_engine(llama, store, template=other)
-    lookups = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=make_method("qcfuse")).report.lookups
-    assert [lookup.hit for lookup in lookups] == [False, True, True, True], "only the system prefix is another"
+    done = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=make_method("reuse", base=base))
+    assert [lookup.hit for lookup in done.report.lookups] == hits, "the system prefix is another in either case"
 
 
 def test_a_conversation_before_the_passages_is_computed_and_the_rest_reused(engine: FusionEngine) -> None:
@@ -376,16 +370,6 @@ def test_questions_never_reach_the_disk(llama: LanguageModel, tmp_path: Path) ->
             data = path.read_bytes()
             assert secret.encode() not in data
             assert question not in data
-
-
-def test_warming_stores_ids_the_prompt_will_have(engine: FusionEngine) -> None:
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    WarmJob(
-        PrefillTarget(engine.lm, engine.store, prompt.prefix_ids),
-        [s.segment.ids for s in prompt.chunks],
-        bases=(FRAMED,),
-    ).run()
-    assert engine.warm(PASSAGES).warmed == 0
 
 
 def test_warming_up_does_beforehand_what_the_first_request_would_wait_for(

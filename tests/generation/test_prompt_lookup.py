@@ -120,9 +120,3 @@ class TestAnswers:
 
 def give_candidates(monkeypatch: pytest.MonkeyPatch, guess: Callable[[Sequence[int]], Sequence[int]]) -> None:
     monkeypatch.setattr(PromptLookup, "candidates", lambda self, answer, limit: list(guess(answer))[: max(0, limit)])
-
-
-@pytest.mark.parametrize("number", [-1, -7])
-def test_a_negative_number_is_refused(number: int) -> None:
-    with pytest.raises(ValueError, match="prompt_lookup_num_tokens must not be negative"):
-        SamplingParams(prompt_lookup_num_tokens=number)

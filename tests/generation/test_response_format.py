@@ -36,6 +36,18 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+NO_CALLS = (
+    "",
+    "Plain words.",
+    '{"colour": "green"}',
+    "[1] says so.",
+    "```\nx\n```",
+    "[1, 2]",
+    "null",
+    '{"name": "moor"}',
+)
+
+
 def write_calls(parser: ToolCallParser, calls: list[ToolCall]) -> str:
     entries = [json.dumps({"name": call.name, parser.arguments_key: call.arguments}) for call in calls]
     if parser.is_list:
@@ -65,9 +77,7 @@ class TestReading:
         assert not reply.broken
 
     @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
-    @pytest.mark.parametrize(
-        "text", ["", "Plain words.", '{"colour": "green"}', "[1] says so.", "1 < 2", "```\nx\n```"]
-    )
+    @pytest.mark.parametrize("text", NO_CALLS)
     def test_what_calls_nothing_is_the_answer(self, parser: ToolCallParser, text: str) -> None:
         reply = parser.parse(text, TOOLS)
         assert (reply.content, reply.calls, reply.broken) == (text, (), ())
@@ -83,23 +93,12 @@ class TestReading:
         reply = TOOL_CALL_PARSERS[0].parse(f"<tool_call>{unknown}</tool_call><tool_call>{cut}", TOOLS)
         assert reply.calls == ()
         assert [call.text for call in reply.broken] == [unknown, cut]
+        (broken,) = (
+            TOOL_CALL_PARSERS[0].parse('<tool_call>{"name": "moor", "arguments": [1]}</tool_call>', TOOLS).broken
+        )
+        assert broken.reason == "its arguments are not an object"
         assert "look_up, moor" in reply.broken[0].reason
         assert "not JSON" in reply.broken[1].reason
-
-    @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
-    @pytest.mark.parametrize(
-        "text",
-        [
-            '{"name": {"first": "Ada"}}',
-            '{"name": ["moor"], "arguments": {}}',
-            '{"name": "moor"}',
-            "[1, 2]",
-            "null",
-            "7",
-        ],
-    )
-    def test_json_that_is_no_call_is_the_answer(self, parser: ToolCallParser, text: str) -> None:
-        assert parser.parse(text, TOOLS).content == text
 
     @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
     @pytest.mark.parametrize("text", ["[" * 100_000, '{"name": "boats", "arguments": ' + "9" * 5000 + "}"])
@@ -130,10 +129,6 @@ class TestReading:
         text = f"Sure.[TOOL_CALLS]{call}"
         rest, reply = reader.finish(Generation(text, (), "length", None, 0.0))  # type: ignore[arg-type]
         assert (shown, rest.text, len(reply.calls)) == (["Sure.", "", ""], "", 1)
-
-    def test_arguments_that_are_no_object_are_broken(self) -> None:
-        reply = TOOL_CALL_PARSERS[0].parse('<tool_call>{"name": "moor", "arguments": [1]}</tool_call>', TOOLS)
-        assert reply.broken[0].reason == "its arguments are not an object"
 
     @given(cuts=st.lists(st.integers(0, 60), max_size=6), called=st.booleans())
     def test_a_stream_shows_all_but_the_calls(self, cuts: list[int], called: bool) -> None:
@@ -207,14 +202,10 @@ class TestDemanding:
         _, reply = ResponseReader(tool_engine.lm.tokenizer, form).finish(tool_engine.generate(prompt, settings))
         assert [call.name for call in reply.calls] == ["nest"]
 
-    @pytest.mark.parametrize("choice", ["required", "any", True])
-    def test_demanding_a_call_of_nothing(self, choice: Any) -> None:
-        with pytest.raises(QCFuseError, match="there are no tools to call"):
-            ResponseFormat((), choice)
-
-    def test_a_tool_that_was_not_given(self) -> None:
-        with pytest.raises(QCFuseError, match="names 'sink', which is not among the given tools: look_up, moor"):
-            ResponseFormat(TOOLS, "sink")
+    @pytest.mark.parametrize("choice", ["required", "any", True, "sink"])
+    def test_a_demand_that_no_tool_meets_is_refused(self, choice: Any) -> None:
+        with pytest.raises(QCFuseError, match=r"there are no tools to call|names 'sink', which is not among the given"):
+            ResponseFormat(TOOLS if choice == "sink" else (), choice)
 
 
 class TestPrompting:
@@ -243,11 +234,6 @@ class TestPrompting:
         plain, shown = tool_engine.prompt(QUESTION, PASSAGES), tool_engine.prompt(QUESTION, PASSAGES, tools=TOOLS)
         assert [span.segment.ids for span in plain.chunks] == [span.segment.ids for span in shown.chunks]
         assert len(shown) > len(plain)
-
-    def test_the_messages_of_a_prompt_make_the_same_text(self, tool_engine: FusionEngine) -> None:
-        prompt = tool_engine.prompt(QUESTION, PASSAGES, [("user", "Hello."), ("assistant", "Yes?")])
-        turns = tool_engine.prompts.turns(QUESTION, PASSAGES, [("user", "Hello."), ("assistant", "Yes?")])
-        assert "".join(segment.text for segment in prompt.segments) == tool_engine.prompts.render(turns).text
 
     def test_a_template_without_tools_says_so(self, engine: FusionEngine) -> None:
         with pytest.raises(

@@ -77,15 +77,26 @@ def test_an_answer_with_penalties_is_exact_and_says_that_it_is_not_verified(engi
 @pytest.mark.parametrize(
     "settings",
     [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_k": -1},
         {"min_p": 1.5},
         {"repetition_penalty": 0.0},
         {"presence_penalty": float("nan")},
         {"frequency_penalty": float("inf")},
         {"logit_bias": ((1, float("nan")),)},
+        {"stop": "abc"},
+        {"stop": ("",)},
+        {"logprobs": -1},
+        {"prompt_lookup_num_tokens": -1},
+        {"fidelity": "slow"},
+        {"slowdown": -0.1},
     ],
+    ids=lambda settings: next(iter(settings)),
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
+    with pytest.raises(ValueError, match=f"{next(iter(settings))}.* must be "):
         SamplingParams(**settings)
 
 
