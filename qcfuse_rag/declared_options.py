@@ -54,7 +54,7 @@ def declared_options(settings: type) -> dict[str, DeclaredOption]:
     return options
 
 
-def check_limits(settings: Any) -> None:
+def check_limits(settings: object) -> None:
     """Check the numbers of a settings object against the limits that its class declares.
 
     Raises:
@@ -69,7 +69,7 @@ def check_limits(settings: Any) -> None:
 
 def _attribute_texts(settings: type) -> dict[str, str]:
     """Return the texts under `Attributes:` in the docstrings of a class and its bases, by name."""
-    texts = {}
+    texts: dict[str, str] = {}
     for base in reversed(settings.__mro__):
         _, _, attributes = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")
         section = re.split(r"\n(?=\S)", attributes)[0]

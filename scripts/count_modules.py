@@ -41,7 +41,7 @@ def warm(folder: str) -> None:
 def ask(folder: str) -> dict[str, object]:
     touched: set[str] = set()
 
-    def note(frame: FrameType, event: str, argument: object) -> None:
+    def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_name != "<module>":
             touched.add(frame.f_globals.get("__name__", ""))
 

@@ -249,7 +249,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in signature.parameters.items():
         annotation = parameter.annotation
         settings, *names = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
-        if dataclasses.is_dataclass(settings):
+        if isinstance(settings, type) and dataclasses.is_dataclass(settings):
             made = _parameters(settings, *names)
             groups[name] = settings, [field.name for field in made]
             parameters += made
