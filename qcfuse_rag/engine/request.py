@@ -14,8 +14,8 @@ from concurrent.futures import CancelledError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Parts, Prefilled
 from qcfuse_rag.fusion.report import FusionReport
+from qcfuse_rag.generation.completion import TokenLogprob
 from qcfuse_rag.generation.decoding import Decoder, Generation, make_decoder
-from qcfuse_rag.generation.logprobs import TokenLogprob
 from qcfuse_rag.generation.sampling import Sampler
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt

@@ -26,11 +26,9 @@ from transformers import PreTrainedTokenizerBase
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.fusion.report import FusionReport
-from qcfuse_rag.generation.completion import Completion, FinishReason
-from qcfuse_rag.generation.grammar import Constraint
-from qcfuse_rag.generation.logprobs import TokenLogprob, content_logprobs, token_logprob
+from qcfuse_rag.generation.completion import Completion, FinishReason, TokenLogprob, content_logprobs, token_logprob
 from qcfuse_rag.generation.prompt_lookup import prompt_lookup
-from qcfuse_rag.generation.sampling import Sampler
+from qcfuse_rag.generation.sampling import Constraint, Sampler
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_logits

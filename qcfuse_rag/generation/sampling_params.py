@@ -51,14 +51,14 @@ class SamplingParams:
         special_tokens: Whether the answer's text has the special tokens, by which some models delimit reasoning and
             tool calls; `generation.response_format` reads such text. The end token is never part of it.
         seed: Of the random numbers; None takes a new seed each time.
-        grammar: That the answer has to follow, see `generation.grammar`; None for any text.
+        grammar: That the answer has to follow, see `generation.sampling`; None for any text.
         fidelity: fast: answer over the reused caches; heal: also recompute the rest while the answer is written, which
             slows it by at most 10 %; exact: show nothing before it is full prefill's greedy answer. An answer that is
             sampled or has penalties or biases cannot be verified: exact then recomputes the prompt before the first
             token.
         slowdown: Most that `heal` may slow an answer's tokens on average, as a share of their time; 0.1 is 10 %.
         logprobs: How many of the likeliest tokens to report for every token of the answer, beside the token itself, see
-            `generation.logprobs`; None reports nothing.
+            `generation.completion`; None reports nothing.
         prompt_lookup_num_tokens: Most candidates for the next tokens, see `generation.prompt_lookup`; None chooses
             their number on a CPU, 0 does without.
     """

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidGrammar, UnsupportedModel
-from qcfuse_rag.generation.grammar import close_objects, with_compact_json
+from qcfuse_rag.generation.sampling import close_objects, with_compact_json
 from qcfuse_rag.prompts.template import Tool
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -117,7 +117,7 @@ class ToolCallParser:
         return ParsedResponse("", valid) if valid and len(valid) == len(calls) else ParsedResponse(text)
 
     def grammar(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> str:
-        """Return the grammar of an answer that is exactly one call of one of the tools, see `generation.grammar`."""
+        """Return the grammar of an answer that is exactly one call of one of the tools, see `sampling.Constraint`."""
         definitions: dict[str, Any] = {}
         call: dict[str, Any] = {"anyOf": [self._schema(tool["function"], definitions) for tool in tools]}
         if self.is_list:

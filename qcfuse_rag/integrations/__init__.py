@@ -9,8 +9,7 @@ from qcfuse_rag.engine.config import LOAD_SETTINGS
 from qcfuse_rag.engine.engine_handle import AnswerRequest, EngineHandle
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.generation.decoding import FINISH_REASONS
-from qcfuse_rag.generation.reasoning import Delta
-from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
+from qcfuse_rag.generation.response_format import Delta, ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.integrations.engine_settings import EngineSettings

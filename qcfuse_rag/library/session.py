@@ -10,8 +10,7 @@ from typing import Any
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.generation.decoding import Generation, TextStream
-from qcfuse_rag.generation.reasoning import Delta
-from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
+from qcfuse_rag.generation.response_format import Delta, ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.library.retriever import RetrievedPassage, Retriever

@@ -14,7 +14,7 @@ from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, Pro
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.generation import decoding
 from qcfuse_rag.generation.decoding import DRAFT_TOKENS
-from qcfuse_rag.generation.grammar import Constraint
+from qcfuse_rag.generation.sampling import Constraint
 from qcfuse_rag.runtime.cost import StepCosts
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.prefill_base import FRAMED

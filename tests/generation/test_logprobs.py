@@ -19,8 +19,14 @@ from qcfuse_rag import (
     Scheduler,
     make_method,
 )
-from qcfuse_rag.generation.completion import Detokenizer
-from qcfuse_rag.generation.logprobs import LOWEST, TokenLogprob, content_logprobs, token_bytes, token_logprob
+from qcfuse_rag.generation.completion import (
+    LOWEST,
+    Detokenizer,
+    TokenLogprob,
+    content_logprobs,
+    token_bytes,
+    token_logprob,
+)
 from tests.support import references
 from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.families import byte_fallback_tokenizer

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag import FusionEngine, Generation, MemoryStore, SamplingParams
-from qcfuse_rag.generation.reasoning import Delta, ReasoningFormat
-from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader, ResponseSyntax
+from qcfuse_rag.generation.response_format import Delta, ReasoningFormat, ResponseFormat, ResponseReader, ResponseSyntax
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from tests.support.engines import make_engine

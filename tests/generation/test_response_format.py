@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, QCFuseError, SamplingParams, Scheduler
 from qcfuse_rag.errors import InvalidGrammar, InvalidTemplate, UnsupportedModel
-from qcfuse_rag.generation.grammar import close_objects, json_grammar
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
+from qcfuse_rag.generation.sampling import close_objects, json_grammar
 from qcfuse_rag.generation.tool_parsers import TOOL_CALL_PARSERS, ToolCall, ToolCallParser, tool_call_parser
 from tests.support.cases import cases
 from tests.support.engines import make_engine

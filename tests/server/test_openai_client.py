@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams
-from qcfuse_rag.generation.logprobs import content_logprobs
+from qcfuse_rag.generation.completion import content_logprobs
 from qcfuse_rag.server.backend import EngineBackend, next_seed
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Piece

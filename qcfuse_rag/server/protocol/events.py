@@ -15,10 +15,9 @@ from typing import Any
 
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.fusion.report import FusionReport, Lookup, describe_misses
-from qcfuse_rag.generation.completion import FinishReason, end_tokens
+from qcfuse_rag.generation.completion import FinishReason, content_logprobs, end_tokens
 from qcfuse_rag.generation.decoding import FINISH_REASONS, Generation
-from qcfuse_rag.generation.logprobs import content_logprobs
-from qcfuse_rag.generation.reasoning import Delta
+from qcfuse_rag.generation.response_format import Delta
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.recognition import UNSOUGHT
 from qcfuse_rag.runtime.language_model import LanguageModel
