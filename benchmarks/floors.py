@@ -1,7 +1,4 @@
-"""Models of known shapes, and lower bounds on the time of a prefill and of a decode step.
-
-Williams et al., Roofline (CACM 2009): work is bound by arithmetic or by bytes, whichever takes longer.
-"""
+"""Models of known shapes, and the operations and bytes that bound their time (Williams et al., Roofline, CACM 2009)."""
 
 from __future__ import annotations
 

@@ -86,10 +86,8 @@ class Options:
 def measure(options: Options, run: Run) -> None:
     """Time the kernels on this GPU beside torch, and beside lower bounds from arithmetic and bytes.
 
-    Times are medians of Triton's `do_bench`, which empties the cache before each call. Both sides are timed as they are
-    called, so the host's time shows where it is longer than emptying the cache. Attention is also replayed
-    from a CUDA graph, which shows the device's time and its share of the lower bound. The lower bound is the longer of
-    two times: operations at the rate of a large matrix product, and bytes at the rate of a large copy.
+    Times are medians of Triton's `do_bench`, which empties the cache before each call. They have the host's time in
+    them; attention is also replayed from a CUDA graph, which shows the device's alone.
     """
     if options.shape not in SHAPES:
         raise QCFuseError(f"there is no shape {options.shape!r}; there are {', '.join(SHAPES)}")

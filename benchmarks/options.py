@@ -57,19 +57,18 @@ class ModelOptions:
 
 def counts(text: str) -> tuple[int, ...]:
     """Read whole numbers with commas between them."""
-    return tuple(_numbers(text, int, "whole numbers such as 1,4"))
+    try:
+        return tuple(int(part) for part in split_names(text))
+    except ValueError:
+        raise QCFuseError(f"{text!r} is no list of whole numbers such as 1,4") from None
 
 
 def shares(text: str) -> tuple[float, ...]:
     """Read ratios with commas between them."""
-    return tuple(_numbers(text, float, "numbers such as 0.05,0.2"))
-
-
-def _numbers(text: str, kind: Callable[[str], Any], what: str) -> list[Any]:
     try:
-        return [kind(part) for part in split_names(text)]
+        return tuple(float(part) for part in split_names(text))
     except ValueError:
-        raise QCFuseError(f"{text!r} is no list of {what}") from None
+        raise QCFuseError(f"{text!r} is no list of numbers such as 0.05,0.2") from None
 
 
 def to_command(options_type: type, run: Callable[[Any, str | None], None]) -> Callable[..., None]:

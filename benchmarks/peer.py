@@ -32,12 +32,9 @@ from qcfuse_rag.generation.sampling import Sampler
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.runtime.language_model import LanguageModel
 
-SPARE_TOKENS = 64
-"""Context of llama.cpp beyond the prompt and the longest answer."""
-REUSE_TOKENS = 64
-"""Smallest shifted part that llama.cpp reuses, where it does."""
-WAIT_S = 1.0
-"""Pause after a side, in which its worker threads come to rest."""
+SPARE_TOKENS = 64  # context of llama.cpp beyond the prompt and the longest answer
+REUSE_TOKENS = 64  # smallest shifted part that llama.cpp reuses, where it does
+WAIT_S = 1.0  # pause after a side, in which its worker threads come to rest
 
 Ids = Sequence[int]
 

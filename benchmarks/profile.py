@@ -35,8 +35,7 @@ from qcfuse_rag.store.backends.memory import MemoryStore
 def answer_positions(prompts: PromptBuilder, prompt: Prompt, sample: Example) -> tuple[int, ...]:
     """Return the positions of the tokens in the sample's answers, ascending; none if no passage has an answer.
 
-    Every occurrence in the needed passages counts; if they are not known, in all passages. A token counts if any of its
-    characters does, such as a space or a full stop that the tokenizer joins to the answer.
+    Every occurrence in the needed passages counts, else in all; a token counts if any of its characters does.
     """
     positions: list[int] = []
     spans = iter(prompt.chunks)

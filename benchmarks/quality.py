@@ -342,7 +342,10 @@ def report(run: Run) -> Report:
     """Return a line for each dataset and configuration; see `summarize`."""
     groups = grouped(run)
     seed = int(run.conditions.get("seed", 0))
-    lines = [summarize(key, groups, [record for _, record in _costs(run, key, groups)], seed) for key in groups]
+    lines = []
+    for key, group in groups.items():
+        needed = {record["preparation"] for record in group.values()}
+        lines.append(summarize(key, groups, [cost for (name, _), cost in run.of("offline") if name in needed], seed))
     tables = []
     for dataset in dict.fromkeys(line["dataset"] for line in lines):
         here = [line for line in lines if line["dataset"] == dataset]
@@ -351,11 +354,6 @@ def report(run: Run) -> Report:
         title = f"{dataset}: {here[0]['n']} questions, full prefill scores F1 0 on {zero:.0%} of them"
         tables.append(Table(title, list(rows[0]), [list(row.values()) for row in rows], NARROW))
     return Report({"summary": lines}, tables, [LEGEND, *_on_methods(groups)])
-
-
-def _costs(run: Run, key: Key, groups: Groups) -> list[tuple[Key, Record]]:
-    needed = {record.get("preparation") for record in groups[key].values()} - {None}
-    return [(of, record) for of, record in run.of("offline") if of[0] in needed]
 
 
 def summarize(key: Key, groups: Groups, offline: Sequence[Record], seed: int = 0) -> dict[str, Any]:

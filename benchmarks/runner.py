@@ -170,11 +170,7 @@ class Run:
 def execute(run: Run, measure: Callable[[Run], None], report: Callable[[Run], Report], json_file: str | None) -> None:
     """Measure, and publish what has been measured, also if an error, Ctrl-C or SIGTERM ends the measurement.
 
-    Args:
-        run: the run, which has no records yet; its file becomes the one beside `json_file`.
-        measure: adds the records that are missing.
-        report: makes figures of the records that are there.
-        json_file: where the result goes as JSON, with Markdown beside it; `-` prints JSON; None prints tables alone.
+    The result goes to `json_file` as JSON, with Markdown and the records beside it; `-` prints JSON, None tables alone.
     """
     out = None if json_file in (None, PRINT_JSON) else Path(str(json_file))
     if out is not None:
