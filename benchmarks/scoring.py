@@ -1,7 +1,6 @@
 """Scores of answers, and their means with intervals.
 
-Scores of one answer are from 0 to 1: token F1 and string match. The performance gap recovered (PGR)
-and its intervals are KVShareArena's (github.com/xishi404/KVShareArena, `docs/benchmark.md`), its resamples included.
+The performance gap recovered (PGR) and its intervals are KVShareArena's (github.com/xishi404/KVShareArena).
 """
 
 from __future__ import annotations
