@@ -34,14 +34,10 @@ def plan_batches(
     primer_tokens: int = 0,
     plans: Mapping[Base, EntryPlan] | None = None,
 ) -> Iterator[Batch]:
-    """Yield batches of chunks, those of derived bases last.
+    """Yield batches of chunks of at most `batch_tokens` tokens, those of derived bases last.
 
-    Args:
-        work: chunks to prefill, the most wanted first.
-        batch_tokens: token limit of a batch.
-        extra: tokens that every chunk needs besides its own, such as the ranking instruction.
-        primer_tokens: tokens of the primer, which is copied in front of every chunk of a primed base.
-        plans: how the entries of derived bases are made.
+    Every chunk needs `extra` tokens besides its own, such as the ranking instruction. The work is in order, the most
+    wanted first. The primer is copied in front of every chunk of a primed base.
     """
     for base in sorted(dict.fromkeys(chunk.base for chunk in work), key=lambda base: base.derived):
         plan = (plans or {}).get(base)
@@ -64,13 +60,7 @@ def batches_by_length(
     """Cut a sequence into batches of at most `batch_tokens` tokens, padding included.
 
     The order is kept roughly: items are sorted by length within groups of about 32 batches. The first items of the
-    sequence are done first, and little padding is computed.
-
-    Args:
-        items: items in order of importance.
-        length: returns the number of tokens of an item.
-        batch_tokens: token limit of a batch; a longer item is a batch of its own.
-        extra: tokens that every item needs besides its own.
+    sequence are done first, and little padding is computed. A longer item is a batch of its own.
     """
     buffered: list[Item] = []
     tokens = 0
@@ -155,11 +145,8 @@ def prefill_batch(
 def system_prefix(target: PrefillTarget, *, store: bool = True) -> ChunkKV | None:
     """Return the exact keys and values of the system prefix, or None if the prompt has none.
 
-    A quantized copy is not used: chunks would then depend on whether the prefix was stored before them.
-
-    Args:
-        target: the model, the store and the system prefix.
-        store: store the prefix if it had to be computed.
+    A quantized copy is not used: chunks would then depend on whether the prefix was stored before them. If it had to be
+    computed, it is stored, unless `store` is False.
     """
     if not target.prefix_ids:
         return None

@@ -130,14 +130,7 @@ def instruction_ids(tokenizer: PreTrainedTokenizerBase) -> Ids:
 class QueryAttention:
     """Rank chunks' tokens by the attention of query tokens behind them, observed in one pass.
 
-    The query tokens attend to the chunk's prefix, the chunk and themselves.
-
-    Args:
-        n_layers: layers of the model.
-        start: position of the chunks' first token.
-        lengths: tokens of each chunk.
-        query_lengths: number of query tokens behind each chunk.
-        device: device of the pass.
+    The query tokens attend to the chunk's prefix, the chunk and themselves. All chunks begin at position `start`.
     """
 
     def __init__(
@@ -147,14 +140,7 @@ class QueryAttention:
         self._importance = [torch.zeros(n_layers, length, device=device) for length in lengths]
 
     def observe(self, layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
-        """Record the attention that the chunks get in one layer; an `Observer` of `runtime.rows`.
-
-        Args:
-            layer: the layer.
-            query: `[B, Hq, R, D]` of all rows; the first row is the chunks' first token.
-            key: `[B, Hkv, length, D]`.
-            params: how the layer computes scores.
-        """
+        """Record the attention that the chunks get in one layer; the first row of `query` is their first token."""
         for index, (tokens, n_queries) in enumerate(zip(self._lengths, self._query_lengths, strict=True)):
             if not n_queries:
                 continue

@@ -3,9 +3,9 @@
 A model reads the first passage of a prompt differently from all others: unused attention gathers at its beginning. A
 passage prefilled directly behind the system prefix is such a first passage, so a fused prompt has several. A passage
 prefilled behind the system prefix *and other passages* is not, and it stands about as far from the beginning as it does
-in prompts. Several passages are needed; which ones matters less, see benchmarks/results/quality.md. So they are always the same,
-unrelated to any question. A primed cache depends on its passage alone, like a framed one, and carries nothing of other
-documents.
+in prompts. Several passages are needed; which ones matters less, see benchmarks/results/quality.md. So they are
+always the same, unrelated to any question. A primed cache depends on its passage alone, like a framed one, and carries
+nothing of other documents.
 """
 
 from __future__ import annotations

@@ -38,12 +38,7 @@ class PrefillWorkers(Protocol):
     ) -> Iterator[BatchResult]:
         """Compute and store batches; yield the result of each batch when it is done, in any order.
 
-        Args:
-            lm: the driver's model; the workers' model has to be the same.
-            prefix_ids: token ids of the system prefix.
-            primer: token ids in front of primed chunks.
-            batches: planned batches.
-            encrypted: whether the driver's store is encrypted; the workers must not use a plain one then.
+        The workers' model has to be the driver's. If the driver's store is encrypted, theirs has to be too.
         """
         ...
 
@@ -349,14 +344,7 @@ def split_work(
     limit_bytes: int | None,
     plans: Mapping[Base, EntryPlan],
 ) -> WorkSplit:
-    """Split the chunks of a job: to prefill, stored already, without room in the store, or impossible to store.
-
-    Args:
-        pending: the chunks, the most wanted first.
-        target: the model and the store.
-        limit_bytes: largest size of the store in bytes, or None.
-        plans: how the entries of derived bases are made.
-    """
+    """Split the chunks of a job: to prefill, stored already, without room in the store, or impossible to store."""
     split, size = WorkSplit(), target.entry_bytes(len(target.prefix_ids))
     context_tokens = target.lm.context_window.tokens
     for chunk in pending:
