@@ -12,7 +12,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.ingestion.similarity import nearest_chunks
 from qcfuse_rag.methods.captures.job import capture
 from qcfuse_rag.methods.fusionrag import NEIGHBOURS
-from qcfuse_rag.store.prefill_base import FRAMED, Base
+from qcfuse_rag.store.key import FRAMED, Base
 
 CAPTURED = {"cachecraft": "variant", "kamera": "patch", "kvcomm": "difference"}
 """Methods that read captured caches, and the kind of those caches."""

@@ -19,7 +19,7 @@ from qcfuse_rag.ingestion.batches import batches_by_length
 from qcfuse_rag.ingestion.warm_job import BATCH_TOKENS
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.disk import DiskStore
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.verification.exactness import stock_attention
 
 LENGTHS = (37, 380, 64, 256, 120, 300, 90, 180, 48, 220)  # tokens of the passages, in turn

@@ -23,7 +23,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 import langchain_qcfuse
 import llama_index.llms.qcfuse as llama_qcfuse
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
 from tests.support.cases import cases
 from tests.support.families import build_model

@@ -17,7 +17,7 @@ from qcfuse_rag.models.cpu_weights import weight_format
 from qcfuse_rag.runtime.attention.dense import dense_attention_name
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.store.key import Base
 from qcfuse_rag.verification.exactness import measure_exactness
 
 

@@ -23,8 +23,7 @@ from qcfuse_rag.prompts.recognition import PassageSignatures
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore, evict_removed
 from qcfuse_rag.store.documents.sources import Sources
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import FRAMED, Base
+from qcfuse_rag.store.key import FRAMED, Base, ChunkKey
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

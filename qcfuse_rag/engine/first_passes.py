@@ -22,7 +22,7 @@ from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 
 TOKENS = 64
 """Tokens of a passage."""

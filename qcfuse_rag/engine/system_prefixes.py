@@ -21,7 +21,7 @@ from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.prompts.template import Tool, Turn, as_mapping
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
-from qcfuse_rag.store.prefill_base import BLIND
+from qcfuse_rag.store.key import BLIND
 
 MIN_TOKENS = 16
 """Fewest tokens of a system prefix that are worth a read from the store."""

@@ -20,8 +20,7 @@ from qcfuse_rag.runtime.loading.sources import LateMissError
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import BASES, BLIND, Base
+from qcfuse_rag.store.key import BASES, BLIND, Base, ChunkKey
 
 ABSENT = Miss("absent")
 

@@ -14,7 +14,7 @@ from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.cost import Costs, PrefillEstimate
 from qcfuse_rag.runtime.layer_hooks import LayerHook
 from qcfuse_rag.runtime.residuals import ResidualKernel
-from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.store.key import Base
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,8 +21,7 @@ from qcfuse_rag.runtime.residuals import ResidualSpread
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.chunk import ChunkKV, slice_chunk
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.store.key import Base, ChunkKey
 
 if TYPE_CHECKING:
     from qcfuse_rag.fusion.lookup import Outcome

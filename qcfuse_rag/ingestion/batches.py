@@ -12,7 +12,7 @@ from qcfuse_rag.ingestion.prefill import Ranker, instruction_ids, prefill_chunk,
 from qcfuse_rag.ingestion.target import Batch, PendingChunk, PrefillTarget
 from qcfuse_rag.store.backends.base import check_entry
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
-from qcfuse_rag.store.prefill_base import BLIND, Base
+from qcfuse_rag.store.key import BLIND, Base
 from qcfuse_rag.store.quantization import LOSSLESS
 
 Item = TypeVar("Item")

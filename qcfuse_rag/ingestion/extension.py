@@ -24,8 +24,7 @@ from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.documents.acl import may_be_built_on
 from qcfuse_rag.store.documents.sources import Sources
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import FRAMED, Base
+from qcfuse_rag.store.key import FRAMED, Base, ChunkKey
 
 
 @dataclass(frozen=True, slots=True)

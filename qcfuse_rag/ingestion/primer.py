@@ -57,7 +57,7 @@ PRIMER = (
     "summer.",
 )
 """Passages written for this purpose. They have no digits, since numbers in front of a passage blur the numbers in it.
-Other passages give other caches: raise the revision of `store.prefill_base.PRIMED`."""
+Other passages give other caches: raise the revision of `store.key.PRIMED`."""
 
 PRIMER_TOKENS = 1024
 """Most tokens of the primer."""

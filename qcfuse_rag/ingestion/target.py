@@ -11,8 +11,7 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.codec import entry_bytes
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.store.key import Base, ChunkKey
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from qcfuse_rag.ingestion.prefill import Ids, instruction_ids
 from qcfuse_rag.ingestion.target import Batch, PendingChunk, PrefillTarget
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.store.key import Base, ChunkKey
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 REFRESH_ABOVE = 0.5

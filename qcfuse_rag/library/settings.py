@@ -16,7 +16,7 @@ from qcfuse_rag.library.folder import SETTINGS_NAME, library_of
 from qcfuse_rag.methods import choose_method, default_method
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.prompts.template import PromptTemplate
-from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.store.key import Base
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct (the default)"
 

@@ -17,8 +17,8 @@ from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, 
 
 from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.store.prefill_base import BASES as CORE_BASES
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED, Base
+from qcfuse_rag.store.key import BASES as CORE_BASES
+from qcfuse_rag.store.key import BLIND, FRAMED, Base
 
 T = TypeVar("T")
 NUMBERS = {float: "a finite number", int: "a whole number", bool: "true or false"}

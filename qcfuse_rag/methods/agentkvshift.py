@@ -12,7 +12,7 @@ from qcfuse_rag.methods.common import BY_CHANGE, DeviationProbe, TopPerChunk, st
 from qcfuse_rag.models.rope import LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.layer_hooks import LayerHook
-from qcfuse_rag.store.prefill_base import BLIND, Base
+from qcfuse_rag.store.key import BLIND, Base
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from qcfuse_rag.fusion.method import ATTENTION, BreakEven, Choice, FixedRatio, M
 from qcfuse_rag.fusion.probes import ProbeLayers, QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.runtime.residuals import ResidualKernel
-from qcfuse_rag.store.prefill_base import FRAMED, PRIMED, Base
+from qcfuse_rag.store.key import FRAMED, PRIMED, Base
 
 DEFAULT_RATIO = 0.15
 """Share of the passage tokens that `auto` recomputes without a verdict beside the store."""

@@ -14,7 +14,7 @@ from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.methods.common import BY_CHANGE, AllTokens, DeviationProbe, Measure, deviation, stored_rows
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.layer_hooks import LayerHook
-from qcfuse_rag.store.prefill_base import BLIND, Base
+from qcfuse_rag.store.key import BLIND, Base
 
 
 @dataclass(frozen=True, slots=True)

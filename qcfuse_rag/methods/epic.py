@@ -11,7 +11,7 @@ from qcfuse_rag.fusion.selectors import Selection
 from qcfuse_rag.fusion.state import PlacedChunk
 from qcfuse_rag.methods.common import split_budget
 from qcfuse_rag.runtime.attention.scores import Scores
-from qcfuse_rag.store.prefill_base import BLIND, Base
+from qcfuse_rag.store.key import BLIND, Base
 
 
 @dataclass(frozen=True, slots=True)

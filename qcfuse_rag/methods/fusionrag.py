@@ -29,8 +29,7 @@ from qcfuse_rag.ingestion.target import Batch, PendingChunk, PrefillTarget
 from qcfuse_rag.store.backends.base import get_checked
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.documents.acl import may_be_built_on
-from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import FRAMED, Base
+from qcfuse_rag.store.key import FRAMED, Base, hash_ids
 
 NEIGHBOURS = 10
 """The paper's number; the paper finds 5 nearly as good and 15 worse."""

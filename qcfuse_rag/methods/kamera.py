@@ -20,7 +20,7 @@ from qcfuse_rag.methods.captures.slots import (
 )
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 
 
 @dataclass(frozen=True, slots=True)

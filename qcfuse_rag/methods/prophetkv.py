@@ -5,7 +5,7 @@ from __future__ import annotations
 from qcfuse_rag.fusion.method import BY_ATTENTION, FixedRatio, Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
-from qcfuse_rag.store.prefill_base import BLIND, Base
+from qcfuse_rag.store.key import BLIND, Base
 
 
 def prophetkv(ratio: float = 0.2, base: Base = BLIND) -> Method:

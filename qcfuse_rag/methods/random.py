@@ -10,7 +10,7 @@ from qcfuse_rag.fusion.method import Choice, FixedRatio, Method
 from qcfuse_rag.fusion.selectors import Selection, candidate_positions
 from qcfuse_rag.fusion.state import PlacedChunk
 from qcfuse_rag.runtime.attention.scores import Scores
-from qcfuse_rag.store.prefill_base import FRAMED, Base
+from qcfuse_rag.store.key import FRAMED, Base
 
 
 @dataclass(frozen=True, slots=True)

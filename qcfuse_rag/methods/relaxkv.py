@@ -16,7 +16,7 @@ from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.layer_hooks import HookedPass, LayerHook
 from qcfuse_rag.runtime.rows import RowsPlan
-from qcfuse_rag.store.prefill_base import BLIND, Base
+from qcfuse_rag.store.key import BLIND, Base
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ from qcfuse_rag.runtime.layer_hooks import LayerHook
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import ChunkKey, hash_ids
-from qcfuse_rag.store.prefill_base import FRAMED, Base
+from qcfuse_rag.store.key import FRAMED, Base, ChunkKey, hash_ids
 
 
 @dataclass(frozen=True, slots=True)

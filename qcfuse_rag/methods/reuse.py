@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qcfuse_rag.fusion.method import Choice, Method
-from qcfuse_rag.store.prefill_base import FRAMED, Base
+from qcfuse_rag.store.key import FRAMED, Base
 
 
 def reuse(base: Base = FRAMED) -> Method:

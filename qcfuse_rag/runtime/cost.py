@@ -37,7 +37,7 @@ from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.backends.index import INDEX_FAILURES
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.prefill_base import BASES, BLIND
+from qcfuse_rag.store.key import BASES, BLIND
 
 SAMPLES = 3
 """Timed passes of each size; the fastest counts, because other work disturbs it least."""

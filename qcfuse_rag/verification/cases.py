@@ -27,7 +27,7 @@ from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore
-from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.store.key import Base
 
 PASSAGES_PER_CASE = 4
 """Passages in a prompt of `passage_cases`."""

@@ -34,7 +34,7 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.model_views import model_view
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.store.prefill_base import BLIND
+from qcfuse_rag.store.key import BLIND
 
 LOG = logging.getLogger(__name__)
 

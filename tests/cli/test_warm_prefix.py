@@ -13,7 +13,7 @@ from qcfuse_rag.cli.warm_prefix import read_tools
 from qcfuse_rag.library.folder import open_library_store
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support.cli import Run
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION

@@ -34,8 +34,7 @@ from qcfuse_rag.methods.relaycaching import GENERATED, store_answer
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED, Base
+from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, Base, hash_ids
 from tests.support import seams
 from tests.support.captures import capture
 from tests.support.cli import Run

@@ -8,7 +8,7 @@ import torch
 from qcfuse_rag import FusionEngine, MemoryStore, PromptTemplate, make_method
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import plain_forward

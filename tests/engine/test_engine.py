@@ -24,8 +24,7 @@ from qcfuse_rag import (
 from qcfuse_rag.errors import InvalidTemplate, PromptTooLong, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.reader import MappedFile, open_header
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED, Base
+from qcfuse_rag.store.key import BLIND, FRAMED, Base, ChunkKey
 from tests.support import references, seams
 from tests.support.cases import cases
 from tests.support.engines import make_engine

@@ -35,7 +35,7 @@ from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs import runners as step_graph
 from qcfuse_rag.runtime.rows import RowsPlan
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support.cases import cases
 from tests.support.engines import make_engine
 from tests.support.families import build_model

@@ -12,7 +12,7 @@ import pytest
 from qcfuse_rag import FusionEngine, Prompt, SamplingParams, Scheduler, SchedulerSettings, make_method
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.runtime.cost import StepCosts
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support.cases import cases
 from tests.support.passages import PASSAGES, QUESTION
 

@@ -24,7 +24,7 @@ from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.fusion.prefix_cache import common_length
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.prompts.template import Turn
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support import references
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION

@@ -21,7 +21,7 @@ from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.cost import Costs, PrefillEstimate, measure_loading
 from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
 from qcfuse_rag.store.backends.base import EntryInfo
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION

@@ -14,7 +14,7 @@ from qcfuse_rag.prompts.segments import Role, Segment
 from qcfuse_rag.runtime.cost import StepCosts
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.factory import open_store
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support.cases import cases
 from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION

@@ -12,8 +12,7 @@ from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED
+from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, ChunkKey
 from tests.support.damage import damaged
 from tests.support.passages import PASSAGES, QUESTION
 

@@ -17,7 +17,7 @@ from qcfuse_rag.generation.decoding import DRAFT_TOKENS
 from qcfuse_rag.generation.sampling import Constraint
 from qcfuse_rag.runtime.cost import StepCosts
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support import references
 from tests.support.cases import cases
 from tests.support.engines import make_engine, make_warmed_engine

@@ -14,7 +14,7 @@ from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED, Base
+from qcfuse_rag.store.key import BLIND, FRAMED, Base
 from qcfuse_rag.verification.exactness import check_exact, naive_concatenation, stock_attention
 from tests.support import references
 from tests.support.engines import make_engine

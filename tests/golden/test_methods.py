@@ -13,7 +13,7 @@ from qcfuse_rag import METHODS, FusionEngine, LanguageModel, MemoryStore, Method
 from qcfuse_rag.fusion.selectors import SelectNone
 from qcfuse_rag.methods.epic import BEGUN
 from qcfuse_rag.methods.fusionrag import ENRICHED
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED, Base
+from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, Base
 from tests.support import references
 from tests.support.captures import capture
 from tests.support.engines import make_engine

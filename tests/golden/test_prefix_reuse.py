@@ -20,7 +20,7 @@ from qcfuse_rag import (
 from qcfuse_rag.prompts.template import Turn
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.rows import RowsPlan
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support.engines import METHOD, make_engine
 from tests.support.passages import PASSAGES, QUESTION
 

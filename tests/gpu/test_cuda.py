@@ -12,7 +12,7 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams,
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.graphs.recorder import GraphRecorder
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from qcfuse_rag.verification.exactness import check_exact
 from tests.support.engines import make_engine
 from tests.support.families import build_model

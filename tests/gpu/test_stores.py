@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import DiskStore, KVStore, LanguageModel, MemoryStore, TieredStore, make_method
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.store.testing import KVStoreTests, example_chunk, example_key
 from tests.support.engines import make_engine
 from tests.support.families import build_model

@@ -28,8 +28,7 @@ from qcfuse_rag.methods.captures.slots import context_of
 from qcfuse_rag.methods.fusionrag import ENRICHED
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.codec import entry_bytes
-from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED
+from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, hash_ids
 from tests.support import seams
 from tests.support.captures import capture
 from tests.support.engines import METHOD, make_engine

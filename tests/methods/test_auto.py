@@ -19,7 +19,7 @@ from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS, primer_ids
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.prefill_base import FRAMED, PRIMED
+from qcfuse_rag.store.key import FRAMED, PRIMED
 from tests.support import references
 from tests.support.passages import PASSAGES, QUESTION
 

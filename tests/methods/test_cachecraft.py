@@ -17,8 +17,7 @@ from qcfuse_rag.methods.captures.slots import Slot, context_of, fact, filled_slo
 from qcfuse_rag.methods.common import TopPerChunk
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import ChunkKey, hash_ids
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED, ChunkKey, hash_ids
 from tests.support import references
 from tests.support.captures import capture
 from tests.support.engines import make_engine

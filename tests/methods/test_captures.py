@@ -29,8 +29,7 @@ from qcfuse_rag.methods.qcfuse.anchors import ranked
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED, hash_ids
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
 from tests.support import references
 from tests.support.captures import capture, slots_of

@@ -18,7 +18,7 @@ from qcfuse_rag.methods.epic import BEGUN
 from qcfuse_rag.methods.fusionrag import ENRICHED, fit_neighbours, retrieved_together
 from qcfuse_rag.methods.qcfuse.anchors import Ranking, ranked
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED, Base
+from qcfuse_rag.store.key import BLIND, FRAMED, Base
 from qcfuse_rag.verification.exactness import stock_attention
 from tests.methods.test_methods import attention_of_question, best
 from tests.support import references, seams

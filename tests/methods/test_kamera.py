@@ -21,8 +21,7 @@ from qcfuse_rag.methods.captures.slots import (
 )
 from qcfuse_rag.methods.kamera import StoredPatches
 from qcfuse_rag.store.chunk import to_format
-from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED, hash_ids
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
 from tests.support import references
 from tests.support.captures import capture, slots_of

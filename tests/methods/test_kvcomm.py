@@ -10,8 +10,7 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_me
 from qcfuse_rag.fusion.report import Lookup
 from qcfuse_rag.methods.captures.slots import context_distance
 from qcfuse_rag.methods.kvcomm import AnchorOffsets
-from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED, hash_ids
 from tests.support import references
 from tests.support.captures import capture, slots_of
 from tests.support.engines import make_engine

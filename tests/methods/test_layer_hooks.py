@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
 from qcfuse_rag.methods.cacheblend import GradualFilter
-from qcfuse_rag.store.prefill_base import BLIND
+from qcfuse_rag.store.key import BLIND
 from tests.methods.test_methods import attention_of_question
 from tests.support import references
 from tests.support.engines import make_engine

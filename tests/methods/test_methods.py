@@ -38,7 +38,7 @@ from qcfuse_rag.prompts.segments import Role, Segment, Span
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.language_model import LanguageModel as Model
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED
+from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED
 from tests.support import references
 from tests.support.captures import capture
 from tests.support.engines import make_engine

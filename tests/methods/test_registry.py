@@ -12,7 +12,7 @@ import pytest
 from qcfuse_rag import METHODS, FusionEngine, make_method
 from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.methods import choose_method, find_base
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -29,7 +29,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [(name, value)] = re.findall(r'^(\w+) = "(.+)"$', toml, re.MULTILINE)
     (tmp_path / "shortest_method.py").write_text(method)
     (tmp_path / "other_base.py").write_text(
-        'from qcfuse_rag.store.prefill_base import Base\nQUOTED = Base("quoted", after_prefix=True)\n'
+        'from qcfuse_rag.store.key import Base\nQUOTED = Base("quoted", after_prefix=True)\n'
     )
     (tmp_path / "broken_method.py").write_text("import a_module_that_is_not_there\n")
     (tmp_path / "wrong_method.py").write_text("def wrong(): return 7\n")

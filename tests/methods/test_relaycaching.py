@@ -17,8 +17,7 @@ from qcfuse_rag.methods.captures.slots import context_of
 from qcfuse_rag.methods.relaycaching import GENERATED, RelayLayers, RelayRecompute, store_answer
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED, hash_ids
 from tests.support import references, seams
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION

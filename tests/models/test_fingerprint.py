@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.models.fingerprint import Fingerprint, fingerprint_model
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support.families import build_model, build_tokenizer
 
 

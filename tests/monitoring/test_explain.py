@@ -9,7 +9,7 @@ import pytest
 
 from qcfuse_rag import METHODS, FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_html, explain_prefill
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support.engines import make_engine
 from tests.support.families import build_model, byte_fallback_tokenizer
 from tests.support.passages import PASSAGES

@@ -17,7 +17,7 @@ from qcfuse_rag import FusionEngine, FusionReport, SamplingParams, make_method
 from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.monitoring.metrics import Metrics
 from qcfuse_rag.monitoring.tracing import Spans
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
 
 STAGES = ("load", "probe", "select", "recompute")

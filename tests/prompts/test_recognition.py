@@ -25,8 +25,7 @@ from qcfuse_rag.prompts.recognition import (
 )
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.store.chunk import RANKING, ChunkKV, slice_chunk, to_format
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED, ChunkKey
 from tests.support import references
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION

@@ -17,7 +17,7 @@ from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
 from qcfuse_rag import FusionEngine, open_store
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.serving import free_port
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from qcfuse_rag import FusionEngine, RayWorkers, make_method
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
 
 pytestmark = [pytest.mark.ray, pytest.mark.enable_socket, pytest.mark.timeout(600)]

@@ -12,7 +12,7 @@ import pytest
 
 from qcfuse_rag import FusionEngine, QCFuseError, RayWorkers, open_store
 from qcfuse_rag.methods.fusionrag import ENRICHED
-from qcfuse_rag.store.prefill_base import FRAMED, PRIMED
+from qcfuse_rag.store.key import FRAMED, PRIMED
 from tests.support.cli import Run
 from tests.support.engines import METHOD, METHOD_OPTIONS
 from tests.support.passages import PASSAGES, QUESTION

@@ -11,7 +11,7 @@ import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.bundled import corpus, questions
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from qcfuse_rag.verification.exactness import naive_concatenation, stock_attention
 from tests.support import references, seams
 from tests.support.engines import make_engine

@@ -14,7 +14,7 @@ from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.models.rope import KVShape
 from qcfuse_rag.runtime.buffer import POOL_ALIGNMENT, BufferPool, KVBuffer
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.runners import loading_first
 

@@ -22,8 +22,7 @@ from qcfuse_rag.runtime.cost import (
 from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED, ChunkKey
 from tests.support import seams
 from tests.support.damage import damaged
 from tests.support.engines import make_engine

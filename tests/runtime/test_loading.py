@@ -25,8 +25,7 @@ from qcfuse_rag.runtime.loading.wait_budget import call_with_timeout
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED, ChunkKey
 from tests.support import references
 from tests.support.captures import capture
 from tests.support.engines import make_engine

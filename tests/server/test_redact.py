@@ -7,8 +7,7 @@ import pytest
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.prefill_base import BLIND
+from qcfuse_rag.store.key import BLIND, ChunkKey
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES
 from tests.support.serving import ask, serving

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
 from tests.support import seams

@@ -21,7 +21,7 @@ from qcfuse_rag import (
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, PinnedRing, TransferLink
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
 from tests.simulated.order import Stream

@@ -20,7 +20,7 @@ from qcfuse_rag.runtime.loading.sources import LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.factory import open_store
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.store.testing import example_key
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device

@@ -15,7 +15,7 @@ from qcfuse_rag import MemoryStore, make_method
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferHandle
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.simulated.device import Device
 from tests.simulated.test_engine import PASSAGES, PROPHETKV, QUESTION, assert_same, engines
 from tests.support import seams

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from qcfuse_rag import FusionEngine, KVStore, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support.passages import PASSAGES
 
 METHOD = make_method("qcfuse", ratio=0.15, base=FRAMED)

@@ -16,7 +16,7 @@ from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.store.key import Base
 from qcfuse_rag.verification.exactness import stock_attention
 
 Table = list[tuple[Tensor, Tensor]]

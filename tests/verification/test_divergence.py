@@ -13,7 +13,7 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, Samplin
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.completion import end_tokens
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.verification.divergence import (
     Divergence,
     answer_logits,

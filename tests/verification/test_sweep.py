@@ -14,7 +14,7 @@ from qcfuse_rag.fusion.method import BreakEven, FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.methods.fusionrag import ENRICHED
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.verification.cases import Case, passage_cases
 from qcfuse_rag.verification.divergence import Divergence, greedy_answers
 from qcfuse_rag.verification.sweep import (

@@ -16,7 +16,7 @@ from qcfuse_rag.engine.opening import require_verdict
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import FixedRatio, Method, VerifiedRatio
 from qcfuse_rag.methods.auto import DEFAULT_RATIO
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.verification.verdict import (
     Check,
     Trial,

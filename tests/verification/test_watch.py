@@ -16,7 +16,7 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams,
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.residuals import ResidualKernel
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.verification.divergence import divergence
 from tests.support import seams
 from tests.support.passages import PASSAGES, QUESTION

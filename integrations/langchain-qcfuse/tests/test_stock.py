@@ -24,7 +24,7 @@ from langgraph.graph import END, START, StateGraph
 
 from langchain_qcfuse import ChatQCFuse, QCFusePrefetch, QCFuseVectorStore
 from qcfuse_rag import LanguageModel, MemoryStore
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support.engines import make_engine
 from tests.support.langchain_documents import EMBED
 from tests.support.passages import PASSAGES, QUESTION

@@ -17,7 +17,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseSynthesizer, QCFuseVectorStore, QCFuseWarmup
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support.cases import cases
 from tests.support.llama_index_documents import LetterEmbedding, hits
 from tests.support.passages import PASSAGES, QUESTION

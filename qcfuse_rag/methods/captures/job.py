@@ -32,8 +32,7 @@ from qcfuse_rag.runtime.placement import rotate_buffer
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.store.backends.base import get_checked
 from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
-from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED, hash_ids
 from qcfuse_rag.store.quantization import check_rank
 
 

@@ -21,8 +21,7 @@ from qcfuse_rag.fusion.state import PlacementContext
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import KVStore, Miss, check_entry
 from qcfuse_rag.store.chunk import KINDS, Blocks, ChunkKV
-from qcfuse_rag.store.key import ChunkKey, hash_ids
-from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.store.key import Base, ChunkKey, hash_ids
 from qcfuse_rag.store.quantization import LOSSLESS
 
 SlotKind = Literal["variant", "difference", "patch"]

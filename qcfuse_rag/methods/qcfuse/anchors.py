@@ -21,7 +21,7 @@ from qcfuse_rag.ingestion.prefill import Ids
 from qcfuse_rag.ingestion.target import Batch, PrefillTarget
 from qcfuse_rag.methods.common import order_by_key_norm
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.store.key import Base
 
 Ranking = Literal["instruction", "kvzip", "knorm", "sinks"]
 

@@ -14,7 +14,7 @@ from qcfuse_rag.methods.qcfuse.anchors import Ranking, ranked
 from qcfuse_rag.methods.qcfuse.layers import critical_layers
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.prefill_base import BLIND, Base
+from qcfuse_rag.store.key import BLIND, Base
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.graphs.recorder import Recorder
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.families import build_model

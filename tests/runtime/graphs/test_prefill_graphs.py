@@ -29,7 +29,7 @@ from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
 from qcfuse_rag.runtime.model_views import HookedLayer
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
 from tests.support.damage import damaged
 from tests.support.engines import make_engine

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.runtime.kernels.passages import PASSAGES, Nearby
 from tests.support import seams
 from tests.support.engines import make_engine

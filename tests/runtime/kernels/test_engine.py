@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
 from tests.support.damage import damaged
 from tests.support.engines import make_engine
