@@ -10,7 +10,7 @@ from tokenizers.models import BPE
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from qcfuse_rag.cli.capacity import SHAPES
+from qcfuse_rag.cli.plan import SHAPES
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.cpu_weights import Float16Linear
 from qcfuse_rag.models.fingerprint import plain_parts

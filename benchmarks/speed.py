@@ -26,7 +26,7 @@ from benchmarks.configurations import FULL, Configuration, configurations, split
 from benchmarks.floors import random_model, row_operations, seconds, step_bytes
 from benchmarks.options import Methods, ModelOptions, Ratios, Repeats, counts, shares
 from benchmarks.runner import Key, Record, Report, Run, Table, about_model, machine_conditions
-from qcfuse_rag.cli.capacity import measure_ceilings
+from qcfuse_rag.cli.plan import measure_ceilings
 from qcfuse_rag.engine.first_passes import measure_recorded_pass
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.fusion.method import IN_FULL, Method

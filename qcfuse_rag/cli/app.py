@@ -103,7 +103,7 @@ def warm_resume(store: Library, as_json: Json = False) -> None:
 @expand_options
 def warm_prefix_command(store: Library, config: WordedModel, options: PrefixOptions, as_json: Json = False) -> None:
     """Prefill a system message and an agent's tools, so that no conversation has to compute them again."""
-    _code("warm_prefix").warm_prefix(store, config, options, as_json=as_json)
+    _code("warm").warm_prefix(store, config, options, as_json=as_json)
 
 
 @warm_app.command("status")
@@ -193,7 +193,7 @@ def chat(
 ) -> None:
     """Talk with a library: the model is loaded once, answers are streamed, and each names its sources."""
     _require_library(store)
-    _code("chat").chat_with_library(store, config, options, max_new_tokens=max_new_tokens)
+    _code("ask").chat_with_library(store, config, options, max_new_tokens=max_new_tokens)
 
 
 @app.command()

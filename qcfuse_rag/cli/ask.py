@@ -1,16 +1,22 @@
-"""`qcfuse ask` and `qcfuse explain`: answer a question over a library."""
+"""`qcfuse ask`, `qcfuse explain` and `qcfuse chat`: answer questions over a library."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, size
+from qcfuse_rag.cli.console import ERR, OUT, error_text, print_json, print_line, print_note, shows_tracebacks, size
 from qcfuse_rag.cli.library import open_session
 from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.engine.config import EngineConfig
+from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decoding import Generation
-from qcfuse_rag.library.session import LibraryAnswer
+from qcfuse_rag.library.session import LibraryAnswer, LibrarySession
+from qcfuse_rag.prompts.template import Message
 
 
 def ask_library(
@@ -77,3 +83,113 @@ def summary_line(report: FusionReport) -> str:
         f"loaded {size(report.bytes_loaded)}, first token after {report.timings.ttft_s:.2f} s"
     )
     return f"{line}; {report.fallback}" if report.fallback else line
+
+
+with suppress(ImportError):  # gives `input` line editing and, for this session only, the questions by arrow keys
+    import readline  # noqa: F401
+
+HELP = """\
+Write a question. The answer is over the passages that are nearest to it, after the conversation so far.
+/explain [FILE]  write a page that shows how the last answer's prompt was computed; explain.html by default
+/help            this text
+/quit            end, as Ctrl-D does; Ctrl-C ends an answer. Nothing of the conversation is stored."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A conversation over a library.
+
+    Attributes:
+        session: the open library.
+        max_new_tokens: most tokens of an answer.
+        history: earlier questions and answers, without their passages.
+        last: the last answer; None before the first.
+    """
+
+    session: LibrarySession
+    max_new_tokens: int
+    history: list[Message] = field(default_factory=list)
+    last: LibraryAnswer | None = None
+
+    def ask(self, question: str) -> None:
+        """Answer a question after the conversation so far, and print the answer and its sources.
+
+        If the prompt is too long, the oldest question and answer are left out until it fits.
+
+        Raises:
+            PromptTooLong: if it is too long even without the earlier conversation.
+        """
+        self.last = None  # frees its keys and values
+        history = list(self.history)
+        while True:
+            try:
+                answer = self.session.answer(question, history=history, max_new_tokens=self.max_new_tokens)
+                break
+            except PromptTooLong:
+                if not history:
+                    raise
+                del history[:2]
+        if left_out := (len(self.history) - len(history)) // 2:
+            print_note(
+                "note:", f"the model's context is full; the oldest {left_out} question(s) are left out from now on"
+            )
+        text = print_answer(answer)
+        self.history = [*history, ("user", question), ("assistant", text)]
+        self.last = answer
+
+    def explain(self, name: str) -> None:
+        """Write the page of the last answer, and print its path."""
+        if self.last is None:
+            print_line("There is no answer to explain yet; ask a question first.")
+            return
+        path = Path(name or "explain.html").expanduser()
+        self.session.write_page(self.last, path)
+        print_line(f"The page is {path.resolve().as_uri()}")
+
+
+def chat_with_library(library: Path, config: EngineConfig, options: AskOptions, *, max_new_tokens: int) -> None:
+    """Answer questions from standard input until it ends or `/quit`."""
+    with open_session(library, config, options) as session:
+        conversation = Conversation(session, max_new_tokens)
+        interactive = sys.stdin.isatty()
+        if interactive:
+            print_line(f"{session.engine.lm.name} over {library}; /help lists the commands", ERR)
+        while (line := _read_line("> " if interactive else "")) is not None:
+            if line == "/quit":
+                return
+            if line:
+                _uninterrupted(_action(conversation, line))
+
+
+def _read_line(prompt: str) -> str | None:
+    """Return the next line without blanks around it; None at the end. Ctrl-C gives an empty line."""
+    try:
+        return input(prompt).strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        print_line("\n/quit or Ctrl-D ends the conversation", ERR)
+        return ""
+
+
+def _action(conversation: Conversation, line: str) -> Callable[[], None]:
+    command, _, argument = line.partition(" ")
+    if not line.startswith("/"):
+        return lambda: conversation.ask(line)
+    if command == "/explain":
+        return lambda: conversation.explain(argument.strip())
+    if command == "/help":
+        return lambda: print_line(HELP)
+    return lambda: print_line(f"There is no command {command}; /help lists the commands.")
+
+
+def _uninterrupted(action: Callable[[], None]) -> None:
+    """Do something; an error or Ctrl-C ends it, and the conversation goes on, but for errors under `--debug`."""
+    try:
+        action()
+    except KeyboardInterrupt:
+        print_line("\ninterrupted; the conversation goes on without this answer", ERR)
+    except Exception as error:
+        if shows_tracebacks():
+            raise
+        print_note("error:", error_text(error), "red")

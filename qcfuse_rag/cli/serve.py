@@ -93,8 +93,7 @@ def _serve_in_process(
 
 
 def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions, server: ServerSettings) -> None:
-    from qcfuse_rag.cluster.pool import connect
-    from qcfuse_rag.cluster.workers import RayWorkers
+    from qcfuse_rag.cluster.workers import RayWorkers, connect
 
     if has_secret(library):
         raise QCFuseError("secrets do not leave this machine: serve without --ray, or unset QCFUSE_SECRET")

@@ -1,7 +1,11 @@
-"""`qcfuse warm plan|run|resume`: split documents into passages, index them, and prefill them into the store."""
+"""`qcfuse warm plan|run|resume|prefix`: split documents into passages, index them, and prefill them into the store.
+
+`prefix` prefills a system message and an agent's tools.
+"""
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -14,19 +18,22 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
-from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, print_note, progress_bar, size
+from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, print_note, progress_bar, size, status
 from qcfuse_rag.cli.library import open_engine, with_settings
-from qcfuse_rag.cli.options import WORDING, CorpusOptions, JobOptions, json_object
-from qcfuse_rag.cluster.workers import RayWorkers
+from qcfuse_rag.cli.options import WORDING, CorpusOptions, JobOptions, PrefixOptions, json_object
+from qcfuse_rag.cluster.workers import RayWorkers, embed_on_ray, read_on_ray
 from qcfuse_rag.declared_options import declared_options
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.engine.system_prefixes import MIN_TOKENS
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.documents import index_passages, vanished_files
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.folder import (
     KV_FOLDER,
+    existing_store_folder,
     has_secret,
     index_folder,
     open_library_store,
@@ -38,6 +45,7 @@ from qcfuse_rag.library.jobs import JobRecord, job_lock
 from qcfuse_rag.library.readers import FILES, PassagesBySource, check_paths, read_passages, skipped_files
 from qcfuse_rag.library.settings import LibrarySettings, model_name
 from qcfuse_rag.methods import choose_method
+from qcfuse_rag.server.protocol.chat_request import ToolSpec
 from qcfuse_rag.store.backends.disk_settings import read_settings
 from qcfuse_rag.store.backends.remote import url_without_secrets
 from qcfuse_rag.store.factory import KEPT_NUMBERS, open_store
@@ -224,8 +232,6 @@ def _read(
         if corpus.reader == FILES:
             unread.extend(skipped_files(corpus.paths, own))
             if workers is not None:
-                from qcfuse_rag.cluster.read import read_on_ray
-
                 read = partial(read_on_ray, workers)
         passages = read(corpus.paths, max_tokens=corpus.max_tokens, skip=own, progress=advance, unread=unread)
     unread.extend(f"{source} has no text" for source, texts in passages.items() if not texts)
@@ -238,8 +244,6 @@ def _index(index: PassageIndex, folder: Path, passages: PassagesBySource, worker
     if workers is None:
         embed = Embedder(model)
     else:
-        from qcfuse_rag.cluster.read import embed_on_ray
-
         at_once, embed = at_once * 16 * workers.count, partial(embed_on_ray, workers, model)
     with progress_bar("indexing passages", "passages") as advance:
         index_passages(index, folder, passages, embed, at_once=at_once, progress=advance)
@@ -328,3 +332,54 @@ def _print_reasons(label: str, reasons: Sequence[str]) -> None:
 
 def _count_with_text(documents: Mapping[str, Sequence[str]]) -> int:
     return sum(map(bool, documents.values()))
+
+
+def warm_prefix(library: Path, config: EngineConfig, options: PrefixOptions, *, as_json: bool) -> None:
+    """Prefill the system prefix of the conversations that have this system message and these tools."""
+    tools = [] if options.tools is None else read_tools(options.tools)
+    if options.system is None and not tools:
+        raise QCFuseError("there is nothing to prefill: give --system, --tools or both")
+    existing_store_folder(library)
+    settings = LibrarySettings.load(library)
+    config = with_settings(config, settings)
+    with open_library_store(library, tenant=options.tenant) as store:
+        engine = open_engine(store, config, settings, method=choose_method())
+        with status("prefilling"):
+            summary = engine.warm_prefix(options.system, tools)
+        engine.corpus.close()
+    if not summary.chunks:
+        raise QCFuseError(
+            f"nothing is prefilled: conversations begin with fewer than {MIN_TOKENS} tokens, or the chat template "
+            "writes their beginning anew for each"
+        )
+    if as_json:
+        print_json(summary.to_dict())
+        return
+    print_line(
+        f"{summary.warmed} beginnings of conversations prefilled ({summary.tokens:,} tokens, "
+        f"{size(summary.size_bytes)}), {summary.present} were there already"
+    )
+    for _, reason in summary.failed:
+        print_note("not stored:", reason)
+
+
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """Read tools in OpenAI's form from a JSON file, and return them as the server gives them to the chat template.
+
+    Raises:
+        QCFuseError: if the file cannot be read or is no list of tools.
+    """
+    try:
+        tools = json.loads(path.read_text("utf-8-sig"))
+    except OSError as error:
+        raise QCFuseError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise QCFuseError(f"{path} is not JSON: {error}") from error
+    try:
+        specs = TypeAdapter(list[ToolSpec]).validate_python(tools)
+    except ValidationError as error:
+        raise QCFuseError(
+            f"{path} has to be a list of tools, as requests give them: "
+            '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}]'
+        ) from error
+    return [spec.model_dump(exclude_none=True) for spec in specs]

@@ -1,6 +1,6 @@
-"""Prefill on Ray Data: a pool of workers, each with the model, computes the batches that the driver plans.
+"""Read and split files, embed texts and prefill batches with a pool of workers on Ray Data.
 
-The driver plans as for a job in one process, so the batches and the stored bytes are the same. A batch carries token
+The driver plans prefilling as for a job in one process, so the batches and the stored bytes are the same. A batch carries token
 ids, never text. Ray gives the batch of a lost worker to another worker. Entries are written atomically under names made
 from their content, so the second worker writes the same entries again.
 """
@@ -8,26 +8,107 @@ from their content, so the second worker writes the same entries again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qcfuse_rag.bundled import default_model
-from qcfuse_rag.cluster.pool import Columns, connect, map_with_workers
 from qcfuse_rag.engine.config import ModelConfig
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.batches import BatchResult, store_batch, system_prefix
 from qcfuse_rag.ingestion.prefill import Ids
 from qcfuse_rag.ingestion.target import Batch, PrefillTarget
+from qcfuse_rag.library.embedder import Embedder
+from qcfuse_rag.library.readers import PassagesBySource, find_files, read_passages
 from qcfuse_rag.methods import find_base
+from qcfuse_rag.models.load import load_tokenizer
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.entry.encryption import environment_secret
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.verification.exactness import check_exact_once
+
+Columns = dict[str, Any]
+"""Input and output of a worker: columns by name, with one value for each row."""
+
+
+def map_with_workers(
+    rows: Sequence[Columns],
+    worker: type[Any],
+    arguments: tuple[Any, ...],
+    *,
+    doing: str,
+    count: int,
+    batch_size: int,
+    resources: dict[str, Any],
+) -> Iterator[Columns]:
+    """Yield the workers' results for rows, in any order. The process must be connected to a cluster.
+
+    A worker is made with `arguments`, then called with columns of `batch_size` rows. An error names the activity
+    `doing`. Ray gives the rows of a lost worker to another one.
+    """
+    ray, batches = import_ray(), -(-len(rows) // batch_size)
+    pool = ray.data.from_items(rows, override_num_blocks=batches).map_batches(
+        worker,
+        fn_constructor_args=arguments,
+        batch_size=batch_size,
+        compute=ray.data.ActorPoolStrategy(size=min(count, batches), max_tasks_in_flight_per_actor=2),
+        **resources,
+    )
+    try:
+        yield from pool.iter_rows()
+    except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
+        raise QCFuseError(
+            f"{doing} on Ray stopped: {worker_error(error)}; run it again, what is stored stays"
+        ) from error
+
+
+def worker_error(error: BaseException) -> str:
+    """Return the message of the worker's `QCFuseError` without the stack traces around it, else the whole message."""
+    messages = re.findall(r"qcfuse_rag\.errors\.\w+: (.+)", "\n".join(map(str, _chain(error))))
+    return messages[-1] if messages else str(error)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = getattr(error, "cause", None) or error.__cause__
+
+
+LOCAL = "local"
+
+
+def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> None:
+    """Connect this process to a cluster, if it is not connected yet."""
+    ray = import_ray()
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(
+            address=address,
+            runtime_env=dict(runtime_env or {}),
+            log_to_driver=False,
+            include_dashboard=False if address == LOCAL else None,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise QCFuseError(
+            f"there is no Ray cluster at {address!r} ({error}); start one with `ray start --head`, or name `local`"
+        ) from error
+
+
+def import_ray() -> Any:
+    """Import and return the module `ray`."""
+    try:
+        import ray
+    except ImportError as error:
+        raise QCFuseError("a cluster needs Ray: run `pip install 'qcfuse-rag[ray]'`") from error
+    return ray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,3 +211,107 @@ def batch_from_json(text: str) -> Batch:
     base, chunks, origins, tokens = json.loads(text)
     passages = tuple(tuple(map(tuple, ids)) for ids in origins)
     return Batch(find_base(base), tuple(map(tuple, chunks)), passages, tokens)
+
+
+FILES_AT_ONCE, TEXTS_AT_ONCE = 8, 64
+
+
+class ReadWorker:
+    """Read files and split them into passages, measured by a model's tokenizer."""
+
+    def __init__(self, model: str, max_tokens: int) -> None:
+        self._tokenizer, self._max_tokens = load_tokenizer(model), max_tokens
+
+    def __call__(self, rows: Columns) -> Columns:
+        """Return the passages of each file, or the reason why it cannot be read, as JSON."""
+        return {"number": rows["number"], "result": np.array([self._read(Path(file)) for file in rows["file"]])}
+
+    def _read(self, file: Path) -> str:
+        try:
+            return json.dumps({"passages": read_passages([file], self._tokenizer, max_tokens=self._max_tokens)})
+        except QCFuseError as error:
+            return json.dumps({"unread": str(error)})
+
+
+class EmbedWorker:
+    """Embed texts with a sentence-transformers model."""
+
+    def __init__(self, name: str) -> None:
+        self._embed = Embedder(name)
+
+    def __call__(self, rows: Columns) -> Columns:
+        """Return the vector of each text."""
+        return {"number": rows["number"], "result": self._embed(list(rows["text"]))}
+
+
+def read_on_ray(
+    workers: RayWorkers,
+    paths: Iterable[Path],
+    *,
+    max_tokens: int,
+    skip: Sequence[Path] = (),
+    progress: Callable[[int, int], None] | None = None,
+    unread: list[str] | None = None,
+) -> PassagesBySource:
+    """Read passages like `library.readers.read_passages`; workers read the files at the same paths."""
+    all_paths = list(paths)
+    files = [str(file.resolve()) for file in find_files(all_paths, skip)]
+    named = {str(path.resolve()) for path in all_paths}
+    results = _ordered(
+        workers,
+        "file",
+        files,
+        ReadWorker,
+        (workers.model or default_model(), max_tokens),
+        batch_size=FILES_AT_ONCE,
+        progress=progress,
+    )
+    passages: PassagesBySource = {}
+    for file, text in zip(files, results, strict=True):
+        read = json.loads(text)
+        if "unread" in read:
+            if unread is None or file in named:
+                raise QCFuseError(read["unread"])
+            unread.append(read["unread"])
+        for source, texts in read.get("passages", {}).items():
+            passages.setdefault(source, []).extend(texts)
+    return passages
+
+
+def embed_on_ray(workers: RayWorkers, name: str, texts: Sequence[str]) -> NDArray[np.float32]:
+    """Return `[N, D]` float32 vectors of texts, rows of length 1."""
+    if not texts:
+        return np.zeros((0, 0), np.float32)
+    vectors = _ordered(workers, "text", texts, EmbedWorker, (name,), batch_size=TEXTS_AT_ONCE)
+    return np.stack(vectors).astype(np.float32)
+
+
+def _ordered(
+    workers: RayWorkers,
+    column: str,
+    items: Sequence[str],
+    worker: type[ReadWorker] | type[EmbedWorker],
+    arguments: tuple[Any, ...],
+    *,
+    batch_size: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Any]:
+    connect(workers.address, workers.runtime_env)
+    if not items:
+        return []
+    rows = [{"number": number, column: item} for number, item in enumerate(items)]
+    results = map_with_workers(
+        rows,
+        worker,
+        arguments,
+        doing="reading" if worker is ReadWorker else "embedding",
+        count=workers.count,
+        batch_size=batch_size,
+        resources={"num_cpus": workers.cpus},
+    )
+    by_number: dict[int, Any] = {}
+    for row in results:
+        by_number[int(row["number"])] = row["result"]
+        if progress is not None:
+            progress(len(by_number), len(rows))
+    return [by_number[number] for number in range(len(rows))]

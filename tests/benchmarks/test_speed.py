@@ -19,7 +19,7 @@ from benchmarks.runner import Run as Records
 from benchmarks.speed import STEPS, fill, peak_bytes, random_prompt, report, stock_steps
 from benchmarks.store import COLD
 from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError, make_method
-from qcfuse_rag.cli.capacity import SHAPES, Ceilings
+from qcfuse_rag.cli.plan import SHAPES, Ceilings
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.models.cpu_weights import multiplies_float16_weights, pack_float16

@@ -17,7 +17,7 @@ import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel
 from qcfuse_rag.cli import ask
-from qcfuse_rag.cli.chat import Conversation, _uninterrupted
+from qcfuse_rag.cli.ask import Conversation, _uninterrupted
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.library.session import LibraryAnswer
 from tests.support.cli import Run
@@ -62,7 +62,7 @@ def test_earlier_questions_and_answers_are_in_the_prompt(say, monkeypatch: pytes
     answers = []
     printed = ask.print_answer
     monkeypatch.setattr(
-        "qcfuse_rag.cli.chat.print_answer", lambda answer: answers.append(printed(answer)) or answers[-1]
+        "qcfuse_rag.cli.ask.print_answer", lambda answer: answers.append(printed(answer)) or answers[-1]
     )
     say("Who keeps the paint?", "And when?")
     assert histories == [[], [("user", "Who keeps the paint?"), ("assistant", answers[0])]]

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.floors import row_operations
 from qcfuse_rag import LanguageModel, QCFuseError
-from qcfuse_rag.cli.capacity import CorpusPlan, ModelShape, Rates, rates_of, shape_of, size_up
+from qcfuse_rag.cli.plan import CorpusPlan, ModelShape, Rates, rates_of, shape_of, size_up
 from tests.support.cli import Run
 
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, make_method
-from qcfuse_rag.cli.warm_prefix import read_tools
+from qcfuse_rag.cli.warm import read_tools
 from qcfuse_rag.library.folder import open_library_store
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.server.protocol.chat_request import ChatRequest

@@ -142,7 +142,7 @@ def test_serve_passes_the_limits_of_memory_to_replicas(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[object, ...], expected: int
 ) -> None:
     deployments: list[EngineDeployment] = []
-    monkeypatch.setattr("qcfuse_rag.cluster.pool.connect", lambda address: None)
+    monkeypatch.setattr("qcfuse_rag.cluster.workers.connect", lambda address: None)
     monkeypatch.setattr(ray_serve, "run_deployment", lambda deployment, **address: deployments.append(deployment))
     monkeypatch.setattr(ray_serve, "stop_deployment", lambda: None)
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGINT)
@@ -157,7 +157,7 @@ def test_a_server_that_runs_already_is_neither_replaced_nor_stopped(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped: list[None] = []
-    monkeypatch.setattr("qcfuse_rag.cluster.pool.connect", lambda address: None)
+    monkeypatch.setattr("qcfuse_rag.cluster.workers.connect", lambda address: None)
     status = SimpleNamespace(applications={ray_serve.APPLICATION: None}, proxies={})
     monkeypatch.setattr(ray_serve.serve, "status", lambda: status)
     monkeypatch.setattr(ray_serve, "stop_deployment", lambda: stopped.append(None))

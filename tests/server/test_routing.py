@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag.server.routing import CHOICES, CacheAffinity, home_replicas
+from qcfuse_rag.server.ray_serve import CHOICES, CacheAffinity, home_replicas
 
 REPLICAS = [f"replica-{number}" for number in range(8)]
 Route = Callable[[Sequence[str], list[int], int], int]
