@@ -14,7 +14,7 @@ from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.methods import METHODS
 from qcfuse_rag.models.cpu_weights import weight_format
-from qcfuse_rag.runtime.attention.dense import dense_attention_name
+from qcfuse_rag.runtime.attention.dispatch import dense_attention_name
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.key import Base

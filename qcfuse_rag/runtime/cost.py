@@ -13,7 +13,7 @@ from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,14 +21,13 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import CorruptEntry, QCFuseError
 from qcfuse_rag.models.cpu_weights import processor_name
 from qcfuse_rag.models.fingerprint import digest
-from qcfuse_rag.runtime.attention.dense import dense_attention_name
+from qcfuse_rag.runtime.attention.dispatch import dense_attention_name
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import fastest_s, timed
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferOpener
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
 from qcfuse_rag.runtime.loading.sources import LateMissError, LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget, call_with_timeout
@@ -38,6 +37,10 @@ from qcfuse_rag.store.backends.index import INDEX_FAILURES
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import BASES, BLIND
+
+if TYPE_CHECKING:
+    from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
+    from qcfuse_rag.runtime.runner import TransferOpener
 
 SAMPLES = 3
 """Timed passes of each size; the fastest counts, because other work disturbs it least."""

@@ -1,7 +1,12 @@
-"""Run a model over the rows of a plan."""
+"""Run a model over the rows of a plan, and over the next rows of several requests together.
+
+A decode step reads the model's weights once, however many requests it has; reading them is most of the time of a step.
+The requests may differ in length and keep their own buffers: nothing is copied or padded when one joins or leaves.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,14 +14,15 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.device import to_device
+from qcfuse_rag.runtime.kernels.support import kernels_available
+from qcfuse_rag.runtime.kv_table import KVTable, TablePlan
 from qcfuse_rag.runtime.layer_hooks import HookedPass
 from qcfuse_rag.runtime.model_views import decoder_view, model_view
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import RowsPlan, StepPlan
 
 if TYPE_CHECKING:
-    from qcfuse_rag.runtime.kv_table import TablePlan
     from qcfuse_rag.runtime.language_model import LanguageModel
-    from qcfuse_rag.runtime.rows import StepPlan
 
 
 @torch.inference_mode()
@@ -110,3 +116,41 @@ def planned_inputs(
         "use_cache": True,
         "fusion": plan,
     }
+
+
+@torch.inference_mode()
+def forward_step(
+    lm: LanguageModel, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]
+) -> Tensor:
+    """Compute the next row of each request.
+
+    Args:
+        lm: the model.
+        tokens: each request's last token.
+        positions: the position of that token.
+        buffers: each request's keys and values; those of the token are written there.
+
+    Returns:
+        `[B, vocabulary]` float32 logits.
+    """
+    rows = to_device(torch.tensor(positions), lm.device)[:, None]
+    plan: StepPlan | TablePlan = StepPlan(buffers, rows, tuple(positions), lm.sliding)
+    if kernels_available(lm.device, lm.dtype, lm.widest_head):
+        plan = TablePlan(rows, KVTable.of(buffers, lm.shapes, max(positions) + 1), lm.sliding)
+    return forward_plan(lm.fused_model, to_device(torch.tensor(tokens), lm.device), plan)
+
+
+@torch.inference_mode()
+def forward_plan(model: nn.Module, tokens: Tensor, plan: StepPlan | TablePlan) -> Tensor:
+    """Compute a planned step.
+
+    Args:
+        model: the model, or a view of it with the same results.
+        tokens: `[B]` int64 on the model's device, each request's last token.
+        plan: the rows of the step.
+
+    Returns:
+        `[B, vocabulary]` float32 logits.
+    """
+    logits: Tensor = model(**planned_inputs(tokens[:, None], plan.rows, plan.cache(), plan)).logits
+    return logits[:, -1].float()

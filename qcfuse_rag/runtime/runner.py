@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,11 +15,33 @@ from qcfuse_rag.runtime.cost import MeasuredCosts, MeasuredStepCosts
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
 from qcfuse_rag.store.backends.base import KVStore
+
+if TYPE_CHECKING:
+    from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
 from qcfuse_rag.store.backends.memory import MemoryStore
 
 LOG = logging.getLogger(__name__)
+
+
+class TransferOpener:
+    """Opens the transfers of an engine's requests. All use one link, which the first of them makes."""
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self._lm = lm
+        self._link: TransferLink | None = None
+        self._lock = threading.Lock()
+
+    def open(self) -> HostToDevice | None:
+        """Return the transfer of one request's chunks to the model's device; None if placement copies them itself."""
+        lm = self._lm
+        if not kernels_available(lm.device, lm.dtype, lm.widest_head):
+            return None
+        from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink  # page-locked memory
+
+        with self._lock:
+            self._link = self._link or TransferLink(lm.device)
+        return HostToDevice(self._link)
 
 
 class ModelRunner:

@@ -26,9 +26,8 @@ from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.models.cpu_weights import weight_format
 from qcfuse_rag.models.kept import KeptResult
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.runtime.attention.dense import chosen_backends, dense_attention_name
-from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
-from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME, chosen_backends, dense_attention_name
+from qcfuse_rag.runtime.forward import forward_step
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.model_views import model_view

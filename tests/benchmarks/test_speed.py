@@ -24,7 +24,7 @@ from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.models.cpu_weights import multiplies_float16_weights, pack_float16
 from qcfuse_rag.runtime.cost import Costs, LoadTimes
-from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.forward import forward_step
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.verification.exactness import stock_attention
 from tests.support import seams

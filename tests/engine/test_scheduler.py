@@ -31,8 +31,7 @@ from qcfuse_rag.engine import scheduler as scheduler_module
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.errors import Busy, Closed, PromptTooLong
 from qcfuse_rag.fusion.pipeline import Parts, Prefilled
-from qcfuse_rag.runtime.decode_step import forward_step
-from qcfuse_rag.runtime.forward import forward_rows
+from qcfuse_rag.runtime.forward import forward_rows, forward_step
 from qcfuse_rag.runtime.graphs import runners as step_graph
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.key import FRAMED

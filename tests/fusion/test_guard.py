@@ -19,7 +19,7 @@ from qcfuse_rag.fusion.method import BreakEven, Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.cost import Costs, PrefillEstimate, measure_loading
-from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
+from qcfuse_rag.runtime.runner import TransferOpener
 from qcfuse_rag.store.backends.base import EntryInfo
 from qcfuse_rag.store.key import FRAMED
 from tests.support import seams

@@ -41,7 +41,7 @@ from qcfuse_rag.fusion.method import BreakEven
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.template import PromptTemplate
-from qcfuse_rag.runtime.attention.dense import chosen_backends
+from qcfuse_rag.runtime.attention.dispatch import chosen_backends
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernel_errors

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
-from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.forward import forward_step
 from qcfuse_rag.runtime.graphs.recorder import GraphRecorder
 from qcfuse_rag.store.key import BLIND, FRAMED
 from qcfuse_rag.verification.exactness import check_exact

@@ -19,7 +19,7 @@ from qcfuse_rag.runtime.cost import (
     measure_passes,
     read_costs,
 )
-from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
+from qcfuse_rag.runtime.runner import TransferOpener
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, ChunkKey

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qcfuse_rag.runtime.attention import dense
-from qcfuse_rag.runtime.reference_attention import explicit_attention
+from qcfuse_rag.runtime.attention import dispatch
+from qcfuse_rag.runtime.attention.scores import explicit_attention
 from qcfuse_rag.runtime.rows import AttentionParams
 
 
@@ -25,7 +25,7 @@ def expected(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def test_torch_equals_explicit_attention() -> None:
     query, key, value = operands()
-    out = dense.causal_attention(query, key, value, 0.3)
+    out = dispatch.causal_attention(query, key, value, 0.3)
     assert torch.allclose(out, expected(query, key, value), atol=1e-5)
 
 
@@ -60,19 +60,19 @@ def test_flash_attn_gets_tokens_before_heads(
     package = ModuleType(module)
     package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module, package)
-    found = dense.flash_module(capability)
-    monkeypatch.setattr(dense, "_installed_flash", lambda device, dtype: found)
+    found = dispatch.flash_module(capability)
+    monkeypatch.setattr(dispatch, "_installed_flash", lambda device, dtype: found)
     query, key, value = operands()
     torchs = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
-    assert torch.allclose(dense.causal_attention(query, key, value, 0.3), torchs, atol=1e-5)
+    assert torch.allclose(dispatch.causal_attention(query, key, value, 0.3), torchs, atol=1e-5)
     assert calls == [module]
 
 
 def test_flash_attn_is_not_asked_for_head_dimensions_that_it_would_have_to_pad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # importing it would raise
-    monkeypatch.setattr(dense, "_installed_flash", lambda device, dtype: "flash_attn_interface")
+    monkeypatch.setattr(dispatch, "_installed_flash", lambda device, dtype: "flash_attn_interface")
     query, key, value = torch.randn(1, 2, 9, 12), torch.randn(1, 2, 9, 12), torch.randn(1, 2, 9, 12)
-    out = dense.causal_attention(query, key, value, 0.3)
+    out = dispatch.causal_attention(query, key, value, 0.3)
     assert torch.allclose(out, expected(query, key, value), atol=1e-5)
 
 
@@ -91,26 +91,26 @@ def test_the_library_in_use_follows_from_the_capability(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
 ) -> None:
     installed = {"flash_attn", "flash_attn_interface"}
-    monkeypatch.setattr(dense, "_is_installed", lambda module: module in installed)
+    monkeypatch.setattr(dispatch, "_is_installed", lambda module: module in installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert dense.dense_attention_name(gpu, torch.bfloat16) == name
-    assert dense.dense_attention_name(gpu, torch.float32) == "torch's fused attention"
-    assert dense.dense_attention_name(cpu, torch.bfloat16) == "torch's fused attention"
+    assert dispatch.dense_attention_name(gpu, torch.bfloat16) == name
+    assert dispatch.dense_attention_name(gpu, torch.float32) == "torch's fused attention"
+    assert dispatch.dense_attention_name(cpu, torch.bfloat16) == "torch's fused attention"
     installed.clear()
-    assert dense.dense_attention_name(gpu, torch.bfloat16) == "torch's fused attention"
+    assert dispatch.dense_attention_name(gpu, torch.bfloat16) == "torch's fused attention"
 
 
 def test_version_2_is_not_used_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_is_installed", lambda module: module == "flash_attn")
+    monkeypatch.setattr(dispatch, "_is_installed", lambda module: module == "flash_attn")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert dense.dense_attention_name(torch.device("cuda", 0), torch.float16) == "torch's fused attention"
+    assert dispatch.dense_attention_name(torch.device("cuda", 0), torch.float16) == "torch's fused attention"
 
 
-@pytest.mark.parametrize("module", list(dense.FLASH_NAMES))
+@pytest.mark.parametrize("module", list(dispatch.FLASH_NAMES))
 def test_a_build_that_cannot_be_imported_counts_as_missing(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    monkeypatch.setattr(dense, "find_spec", lambda name: object())
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, module, None)
-    dense._is_installed.cache_clear()
-    assert not dense._is_installed(module)
-    dense._is_installed.cache_clear()
+    dispatch._is_installed.cache_clear()
+    assert not dispatch._is_installed(module)
+    dispatch._is_installed.cache_clear()

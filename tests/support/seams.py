@@ -52,17 +52,16 @@ timed_pass = _seam("qcfuse_rag.runtime.cost.prefill_once")
 fastest_run = _seam("qcfuse_rag.runtime.cost.fastest_s")
 costs_have_kernels = _seam("qcfuse_rag.runtime.cost.kernels_available")
 costs_of_attention = _seam("qcfuse_rag.runtime.cost.dense_attention_name")
-reference_least_rows = _seam("qcfuse_rag.runtime.reference_attention.MIN_ROWS")
+reference_least_rows = _seam("qcfuse_rag.runtime.attention.scores.MIN_ROWS")
 hooked_layer = _seam("qcfuse_rag.runtime.model_views.HookedLayer")
 bytes_ahead = _seam("qcfuse_rag.runtime.loading.layer_loader.AHEAD_BYTES")
 growth_of_transfers = _seam("qcfuse_rag.runtime.loading.layer_loader.GROWTH")
 ring_bytes = _seam("qcfuse_rag.runtime.loading.host_to_device.RING_BYTES")
-transfer = _seam("qcfuse_rag.runtime.loading.host_to_device.TransferOpener.open")
+transfer = _seam("qcfuse_rag.runtime.runner.TransferOpener.open")
 
-steps_have_kernels = _seam("qcfuse_rag.runtime.decode_step.kernels_available")
+steps_have_kernels = _seam("qcfuse_rag.runtime.forward.kernels_available")
 engine_has_kernels = _seam(
     "qcfuse_rag.runtime.kernels.support.kernels_available",
-    "qcfuse_rag.runtime.loading.host_to_device.kernels_available",
     "qcfuse_rag.runtime.runner.kernels_available",
     *steps_have_kernels.names,
 )

@@ -1,26 +1,177 @@
 """The attention function that transformers models call: sparse rows attend to the request's keys and values.
 
 It is registered with transformers under the name `qcfuse`. A pass hands its plan to the model as a keyword argument, so
-nothing is kept between calls and requests cannot mix.
+nothing is kept between calls and requests cannot mix. A block of neighbouring rows is one masked call. Full prefill is
+dense: it goes to flash-attn for the GPU if that is installed, else to torch.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.runtime.attention.dense import causal_attention, chosen_backends, torch_attention
-from qcfuse_rag.runtime.attention.row_blocks import ROWS_PER_BLOCK, row_blocks_of
+from qcfuse_rag.runtime.attention.scores import explicit_attention, seen_keys
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.kv_table import TablePlan
-from qcfuse_rag.runtime.reference_attention import explicit_attention
 from qcfuse_rag.runtime.rows import AttentionParams, RowBlock, RowsPlan, StepPlan
+
+ROWS_PER_BLOCK = 128
+
+
+def split_rows(
+    rows: Tensor,
+    length: int,
+    visible: Tensor | None,
+    window: int | None,
+    rows_on_host: Tensor | None = None,
+    visible_on_host: Tensor | None = None,
+) -> list[RowBlock]:
+    """Split rows into blocks; no block reads keys after the position of its last row.
+
+    Args:
+        rows: `[R]` int64 ascending positions.
+        length: number of keys.
+        visible: `[V]` int64 ascending positions of the keys that may be seen, which key ranges then index into; None
+            for all keys.
+        window: sliding window in tokens, or None.
+        rows_on_host: the rows on the CPU; None copies them, and the host waits for the device.
+        visible_on_host: the visible positions on the CPU; likewise.
+    """
+    if window is not None and window >= length:
+        window = None
+    if visible is None and window is None and len(rows) == length:
+        return [RowBlock(0, length, 0, length, mask=None, causal=True)]
+    host_rows = (rows if rows_on_host is None else rows_on_host).tolist()
+    keys = range(length) if visible is None else (visible if visible_on_host is None else visible_on_host).tolist()
+    positions = torch.arange(length, device=rows.device) if visible is None else visible
+    blocks = []
+    for start in range(0, len(host_rows), ROWS_PER_BLOCK):
+        stop = min(start + ROWS_PER_BLOCK, len(host_rows))
+        first_row, last_row = host_rows[start], host_rows[stop - 1]
+        stop_key = bisect_right(keys, last_row)
+        start_key = 0 if window is None else bisect_right(keys, first_row - window)
+        all_seen = keys[stop_key - 1] <= first_row
+        all_in_window = window is None or last_row - keys[start_key] < window
+        mask = None
+        if not all_seen or not all_in_window:
+            mask = seen_keys(rows[start:stop], positions[start_key:stop_key], window)
+        blocks.append(RowBlock(start, stop, start_key, stop_key, mask, causal=False))
+    return blocks
+
+
+def row_blocks_of(plan: RowsPlan, layer: int, window: int | None) -> list[RowBlock]:
+    """Split the rows of a plan; computed once per set of visible keys and window, then shared by layers.
+
+    Args:
+        plan: the pass.
+        layer: index of the layer.
+        window: the layer's sliding window in tokens, or None.
+    """
+    key = (plan.visible_key(layer), window)
+    if key not in plan.row_blocks:
+        visible = None if plan.visible is None else plan.visible[layer]
+        on_host = None if visible is None else visible.cpu()
+        plan.row_blocks[key] = split_rows(plan.rows, plan.length, plan.visible_at(layer), window, plan.on_host, on_host)
+    return plan.row_blocks[key]
+
+
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_MAX_DIM = 256
+FLASH_DIM_STEP = 8
+"""Head dimensions that flash-attn computes without padding are multiples of it."""
+FLASH_NAMES = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn 3"}
+"""Modules with a `flash_attn_func`."""
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Torch's attention backends on a GPU, without cuDNN.
+
+Since 2.11, torch prefers cuDNN on Hopper and Blackwell. It builds a plan for each new number of rows and keys, in 23 to
+440 ms (modelscope/FunASR#3704). Passages and prompts differ in length, and each step of decoding has one more key. On a
+B200 cuDNN also gave wrong results (pytorch#193893).
+"""
+
+
+def flash_module(capability: tuple[int, int]) -> str | None:
+    """Return the module of the flash-attn that is faster than torch, or as fast, on GPUs of a compute capability.
+
+    Version 2 reaches 329 TFLOP/s on Hopper and version 3 631 (pytorch#142132). Version 3 exists for Hopper alone. Torch
+    has the kernels of version 2, so that package is no gain on Hopper; its builds for newer GPUs are not known here.
+    """
+    if capability == (9, 0):
+        return "flash_attn_interface"
+    return "flash_attn" if (8, 0) <= capability < (9, 0) else None
+
+
+def dense_attention_name(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name of the attention that full prefill uses on a device: a flash-attn, or torch's own."""
+    module = _installed_flash(device, dtype)
+    return "torch's fused attention" if module is None else FLASH_NAMES[module]
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Attend with R rows to R keys; each row sees the keys up to its own position.
+
+    Args:
+        query: `[B, Hq, R, D]`.
+        key: `[B, Hkv, R, D]`.
+        value: `[B, Hkv, R, Dv]`.
+        scaling: factor on scores.
+
+    Returns:
+        `[B, Hq, R, Dv]`.
+    """
+    dim, module = query.shape[-1], _installed_flash(query.device, query.dtype)
+    if module is not None and value.shape[-1] == dim <= FLASH_MAX_DIM and dim % FLASH_DIM_STEP == 0:
+        by_token = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        found = import_module(module).flash_attn_func(*by_token, softmax_scale=scaling, causal=True)
+        out: Tensor = found[0] if isinstance(found, tuple) else found  # older builds of version 3 add the log sums
+        return out.transpose(1, 2)
+    grouped = query.shape[1] != key.shape[1]
+    return torch_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+
+
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Attend by `torch.nn.functional.scaled_dot_product_attention`, by one of `BACKENDS` on a GPU."""
+    with chosen_backends(query.device):
+        return functional.scaled_dot_product_attention(query, key, value, **options)
+
+
+def chosen_backends(device: torch.device) -> AbstractContextManager[object]:
+    """Let torch attend by one of `BACKENDS` inside the context if the device is a GPU."""
+    return sdpa_kernel(BACKENDS) if device.type == "cuda" else nullcontext()
+
+
+def _installed_flash(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return the module of the flash-attn to use on a device, if it is installed."""
+    if device.type != "cuda" or dtype not in FLASH_DTYPES:
+        return None
+    module = flash_module(torch.cuda.get_device_capability(device))
+    return module if module is not None and _is_installed(module) else None
+
+
+@cache
+def _is_installed(module: str) -> bool:
+    """Return whether a flash-attn can be imported; a build for another torch or CUDA cannot."""
+    if find_spec(module) is None:
+        return False
+    try:
+        import_module(module)
+    except Exception:  # a build for another torch or CUDA can raise any error
+        return False
+    return True
+
 
 ATTENTION_NAME = "qcfuse"
 

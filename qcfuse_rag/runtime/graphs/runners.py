@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.decode_step import forward_step
-from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
+from qcfuse_rag.runtime.forward import forward_hidden, forward_rows, forward_step
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_hooks import HookedPass
 from qcfuse_rag.runtime.rows import RowsPlan

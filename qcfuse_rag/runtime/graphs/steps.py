@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.decode_step import forward_plan
+from qcfuse_rag.runtime.forward import forward_plan
 from qcfuse_rag.runtime.graphs.comparison import LayerComparison, LayerTrace, SamplePrompt
 from qcfuse_rag.runtime.graphs.recorder import REPLAYED, ErrorBound, Recorder, recording_refusal
 from qcfuse_rag.runtime.kv_table import RebindableKVTable, TablePlan

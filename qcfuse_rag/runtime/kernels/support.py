@@ -108,6 +108,7 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     They are run as models use them. The kernels of `pointwise` are compared with each model's own modules instead, see
     `runtime.fused_layers.fused_modules`.
     """
+    from qcfuse_rag.runtime.attention.scores import plain_attention_weights
     from qcfuse_rag.runtime.kernels.context_score import context_scores
     from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks, place_blocks_reference
     from qcfuse_rag.runtime.kernels.sparse_attention import (
@@ -117,7 +118,6 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     )
     from qcfuse_rag.runtime.kernels.table_attention import append_rows, table_attention, table_attention_reference
     from qcfuse_rag.runtime.kv_table import KVTable
-    from qcfuse_rag.runtime.reference_attention import plain_attention_weights
     from qcfuse_rag.runtime.rows import AttentionParams
     from qcfuse_rag.store.quantization import quantize
 

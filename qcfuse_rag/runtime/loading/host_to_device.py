@@ -12,17 +12,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.store.chunk import aligned_size
-
-if TYPE_CHECKING:
-    from qcfuse_rag.runtime.language_model import LanguageModel
 
 RING_BYTES = 64 << 20
 
@@ -90,24 +86,6 @@ class TransferLink:
         # this stream's workspace.
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.lock = threading.Lock()
-
-
-class TransferOpener:
-    """Opens the transfers of an engine's requests. All use one link, which the first of them makes."""
-
-    def __init__(self, lm: LanguageModel) -> None:
-        self._lm = lm
-        self._link: TransferLink | None = None
-        self._lock = threading.Lock()
-
-    def open(self) -> HostToDevice | None:
-        """Return the transfer of one request's chunks to the model's device; None if placement copies them itself."""
-        lm = self._lm
-        if not kernels_available(lm.device, lm.dtype, lm.widest_head):
-            return None
-        with self._lock:
-            self._link = self._link or TransferLink(lm.device)
-        return HostToDevice(self._link)
 
 
 class HostToDevice:

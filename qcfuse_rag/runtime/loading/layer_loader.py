@@ -11,16 +11,19 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 
 from qcfuse_rag.models.rope import LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import DeviceTimestamp
-from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
 from qcfuse_rag.runtime.loading.sources import BlockSource, LateMissError, LayerSource, LoadingChunk, SentLayers
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.store.backends.base import Miss
+
+if TYPE_CHECKING:
+    from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
 
 AHEAD_BYTES = 256 << 20
 """Most bytes on the device that are not placed yet. A transfer has at most half of them; launched placements hold at

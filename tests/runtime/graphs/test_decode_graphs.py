@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.forward import forward_step
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.graphs.recorder import Recorder
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner

@@ -25,9 +25,9 @@ from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.graphs.recorder import Recorder
 from qcfuse_rag.runtime.graphs.runners import ROWS, PrefillRunner
-from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
 from qcfuse_rag.runtime.model_views import HookedLayer
 from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.runner import TransferOpener
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED
 from tests.support import seams

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 from qcfuse_rag.engine import first_passes as warming
 from qcfuse_rag.fusion.lookup import look_up
 from qcfuse_rag.fusion.state import FusedPrompt
-from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.forward import forward_step
 from qcfuse_rag.runtime.kernels import context_score, launch
 from qcfuse_rag.runtime.kernels import placement as place
 from qcfuse_rag.runtime.kernels import sparse_attention as attention
