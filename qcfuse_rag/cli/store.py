@@ -89,7 +89,7 @@ def health(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> N
 def fsck(folder: Folder, as_json: Json = False) -> None:
     """Check every entry, quarantine damaged entries, and make files and index agree; exit with 1 on damage."""
     from qcfuse_rag.library.folder import open_disk_tier
-    from qcfuse_rag.store.maintenance import fsck as check_store
+    from qcfuse_rag.store.admin import fsck as check_store
 
     with open_disk_tier(folder) as store, progress_bar("checking", "entries") as advance:
         report = check_store(store, progress=advance)
@@ -116,7 +116,7 @@ def fsck(folder: Folder, as_json: Json = False) -> None:
 def gc(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> None:
     """Remove expired entries, entries without a source, leftovers of writers, and the quarantine."""
     from qcfuse_rag.library.folder import open_disk_tier, open_store_and_sources
-    from qcfuse_rag.store.maintenance import collect_garbage
+    from qcfuse_rag.store.admin import collect_garbage
 
     with open_store_and_sources(folder, remote=remote) as (_, documents):
         unwanted = documents.garbage.collect_ownerless()
@@ -131,8 +131,8 @@ def gc(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> None:
 def rebuild(folder: Folder, as_json: Json = False) -> None:
     """Rebuild the index from the files, without use counts and pins; a damaged list of documents is set aside."""
     from qcfuse_rag.library.folder import existing_store_folder, open_disk_tier
+    from qcfuse_rag.store.admin import rebuild as rebuild_index
     from qcfuse_rag.store.documents.sources import quarantine_manifest
-    from qcfuse_rag.store.maintenance import rebuild as rebuild_index
 
     moved_to = quarantine_manifest(existing_store_folder(folder))
     with open_disk_tier(folder) as store:
@@ -151,7 +151,7 @@ def wipe(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
     overwriting. A remote behind the store keeps its entries.
     """
     from qcfuse_rag.library.folder import existing_store_folder, text_files, text_folders
-    from qcfuse_rag.store.wipe import wipe as overwrite
+    from qcfuse_rag.store.admin import wipe as overwrite
 
     store_path = existing_store_folder(folder)
     is_library = store_path != folder

@@ -46,7 +46,7 @@ from qcfuse_rag.library.readers import FILES, PassagesBySource, check_paths, rea
 from qcfuse_rag.library.settings import LibrarySettings, model_name
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.server.protocol.chat_request import ToolSpec
-from qcfuse_rag.store.backends.disk_settings import read_settings
+from qcfuse_rag.store.backends.disk import read_settings
 from qcfuse_rag.store.backends.remote import url_without_secrets
 from qcfuse_rag.store.factory import KEPT_NUMBERS, open_store
 from qcfuse_rag.store.quantization import check_numbers

@@ -22,8 +22,7 @@ from qcfuse_rag.ingestion.prefill import Ids
 from qcfuse_rag.ingestion.target import Batch, PendingChunk, PrefillTarget
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.documents.acl import may_be_built_on
-from qcfuse_rag.store.documents.sources import Sources
+from qcfuse_rag.store.documents.sources import Sources, may_be_built_on
 from qcfuse_rag.store.key import FRAMED, Base, ChunkKey
 
 

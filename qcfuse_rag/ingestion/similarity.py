@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.documents.acl import may_be_built_on
+from qcfuse_rag.store.documents.sources import may_be_built_on
 
 BLOCK = 1024
 
@@ -23,7 +23,7 @@ def nearest_chunks(
     Args:
         vectors: `[N, D]`, the vector of each chunk; need not be normalised.
         n: most neighbours of a chunk.
-        readers: the tags of each chunk's readers, see `store.documents.acl`. A chunk's neighbours are then those that
+        readers: the tags of each chunk's readers, see `store.documents.sources`. A chunk's neighbours are then those that
             all its readers may read, and can be fewer. None means that everybody may read every chunk.
     """
     denied, kinds = _denied_pairs(readers) if readers is not None else (None, None)

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.ingestion.warm_job import Progress, WarmSummary
-from qcfuse_rag.store.documents.acl import tags_of
+from qcfuse_rag.store.documents.sources import tags_of
 
 
 @dataclass(frozen=True, slots=True)

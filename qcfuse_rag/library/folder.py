@@ -11,8 +11,7 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.index import INDEX_FILE, PassageIndex, RetrievalLog
 from qcfuse_rag.library.jobs import RECORD_NAME
 from qcfuse_rag.store.backends.base import KVStore
-from qcfuse_rag.store.backends.disk import DiskStore
-from qcfuse_rag.store.backends.disk_settings import read_settings
+from qcfuse_rag.store.backends.disk import DiskStore, read_settings
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.entry.encryption import environment_cipher, environment_secret
 from qcfuse_rag.store.factory import open_store

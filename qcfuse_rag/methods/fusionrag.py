@@ -28,7 +28,7 @@ from qcfuse_rag.ingestion.similarity import nearest_chunks, token_vectors
 from qcfuse_rag.ingestion.target import Batch, PendingChunk, PrefillTarget
 from qcfuse_rag.store.backends.base import get_checked
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.documents.acl import may_be_built_on
+from qcfuse_rag.store.documents.sources import may_be_built_on
 from qcfuse_rag.store.key import FRAMED, Base, hash_ids
 
 NEIGHBOURS = 10

@@ -1,14 +1,23 @@
-"""Administer stored entries: look them up, move them to another store, rewrite them in fewer bytes."""
+"""Administer a store: move and rewrite entries, check every one, reclaim space, rebuild the index, wipe it all."""
 
 from __future__ import annotations
 
+import os
+import sqlite3
+import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss
+from qcfuse_rag.errors import CorruptEntry, StoreError
+from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss, check_entry
+from qcfuse_rag.store.backends.disk import DiskStore
+from qcfuse_rag.store.backends.files import FILES_BESIDE, FOLDERS
+from qcfuse_rag.store.backends.index import INDEX_FAILURES, WRITING, DiskQuota
 from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
+from qcfuse_rag.store.documents.sources import FILE_NAME, Garbage, Manifest, manifest_damage
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.quantization import LOSSLESS, RANKS, check_numbers
 
@@ -92,12 +101,6 @@ def rewrite(
     Patches stay as they are: low rank takes fewer bytes still. The format of later entries does not change, see
     `open_store`.
 
-    Args:
-        store: whose entries, in every tier.
-        numbers: `int8` or `fp8`.
-        addresses: of the entries; all if None.
-        progress: called after every entry.
-
     Raises:
         StoreError: if the store cannot be written.
         ValueError: if there is no such format, or it is `model`.
@@ -143,3 +146,237 @@ def _report_unreadable(store: KVStore, address: str, error: Exception, report: C
     if isinstance(error, CorruptEntry):
         store.discard(address, str(error))
     report.missing[address] = str(error)
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """Result of `fsck`.
+
+    Attributes:
+        checked: number of entries read from the first byte to the last.
+        sound: number of these that are intact.
+        damaged: address and reason of entries moved to quarantine.
+        unread: address and reason of entries left alone: under another secret, or on a failing disk.
+        found: number of files that were missing from the index and have been added.
+        lost: number of rows removed from the index because their files are gone.
+        leftovers: number of files removed that dead writers left behind.
+        reclaimed_bytes: bytes of the limit that are free again.
+        ownerless: addresses of entries of forgotten documents, left by jobs that were killed; `qcfuse store gc`
+            removes them.
+        strays: paths inside the store of what this library did not write; left alone, and nothing is wrong with them.
+    """
+
+    checked: int = 0
+    sound: int = 0
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+    unread: list[tuple[str, str]] = field(default_factory=list)
+    found: int = 0
+    lost: int = 0
+    leftovers: int = 0
+    reclaimed_bytes: int = 0
+    ownerless: list[str] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing was wrong."""
+        return not (self.damaged or self.unread or self.found or self.lost or self.leftovers or self.ownerless)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {**asdict(self), "clean": self.clean}
+
+
+def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
+    """Read and check every entry, and make the index agree with the files. May run while the store is in use.
+
+    Raises:
+        StoreError: if the store cannot be written.
+    """
+    report = CheckReport()
+    try:
+        store.change(lambda quota: _agree(store, quota, report))
+        report.strays = sorted(str(path.relative_to(store.files.folder)) for path in store.files.strays())
+        addresses = [address for address, _ in store.files.entries()]
+        for done, address in enumerate(addresses, start=1):
+            reason = _damage(store, address)
+            report.checked += 1
+            report.sound += reason is None
+            if reason is not None:
+                (report.unread if store.files.path(address).exists() else report.damaged).append((address, reason))
+            if progress is not None:
+                progress(done, len(addresses))
+    except INDEX_FAILURES as error:
+        raise StoreError(f"cannot check {store.folder}: {error}") from error
+    report.ownerless = _ownerless(store)
+    return report
+
+
+def collect_garbage(store: DiskStore) -> int:
+    """Remove expired entries, dead writers' files and the quarantine; return how many bytes were freed.
+
+    Raises:
+        StoreError: if the store cannot be written.
+    """
+
+    def collect(quota: DiskQuota) -> int:
+        before = quota.index.size()
+        with quota.index.transact():
+            quota.reclaim()
+            quota.clear_quarantine()
+        _remove_leftovers(store, quota)
+        return before - quota.index.size()
+
+    try:
+        return store.change(collect)
+    except INDEX_FAILURES as error:
+        raise StoreError(f"cannot clean {store.folder}: {error}") from error
+
+
+def rebuild(store: DiskStore) -> int:
+    """Rebuild the index from the files; return how many entries it has. Uses and pins are lost.
+
+    Raises:
+        StoreError: if the index cannot be written.
+    """
+    try:
+        return store.change(DiskQuota.rebuild)
+    except INDEX_FAILURES as error:
+        raise StoreError(f"cannot rebuild the index of {store.folder}: {error}") from error
+
+
+def _agree(store: DiskStore, quota: DiskQuota, report: CheckReport) -> None:
+    """Make the index agree with the files."""
+    before = quota.index.size()
+    with quota.index.transact():
+        quota.reclaim()
+    report.leftovers = _remove_leftovers(store, quota)
+    report.lost = quota.remove_lost()
+    report.found, report.damaged = quota.index_new_files()
+    report.reclaimed_bytes = max(0, before - quota.index.size())
+
+
+def _ownerless(store: DiskStore) -> list[str]:
+    """Return the entries of forgotten documents; none if there is no readable list of documents."""
+    if manifest_damage(store.folder) is not None or not (store.folder / FILE_NAME).exists():
+        return []
+    with closing(Manifest(store.folder)) as manifest:
+        return Garbage(manifest, store).ownerless()
+
+
+def _damage(store: DiskStore, address: str) -> str | None:
+    """Read a whole entry; return what is wrong with it, or None. A damaged entry is moved to quarantine."""
+    opened = store.open(address)
+    if isinstance(opened, Miss):
+        return None if opened.reason in ("absent", "expired") else opened.reason
+    miss = check_entry(store, address, opened[1])
+    return None if miss is None else miss.reason
+
+
+def _remove_leftovers(store: DiskStore, quota: DiskQuota) -> int:
+    """Remove temporary files without a living writer on this machine; return how many."""
+    count = 0
+    with quota.index.transact():
+        writing = {name for name, *_ in quota.index.rows(WRITING)}
+        for path in list(store.files.temporaries()):
+            if path.name not in writing and store.files.is_abandoned(path.name):
+                count += store.files.remove_temporary(path.name)
+    return count
+
+
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class WipeReport:
+    """Result of `wipe`.
+
+    Attributes:
+        files: number of files that were overwritten and removed.
+        linked: paths of files that were removed and not overwritten: they had another name (a hard link).
+        left: paths in the store's folders that were left alone: links, and what this library did not write.
+    """
+
+    files: int = 0
+    linked: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+
+def wipe(folder: Path, also: Iterable[Path] = ()) -> WipeReport:
+    """Overwrite every file that this library wrote into a store with zeros, then remove it. Everything else stays.
+
+    Symbolic links are not followed. A file with another name is removed only: its bytes may be another program's.
+
+    Programs that use the store must be stopped first: what they have mapped would turn into zeros. Flash memory,
+    journals, snapshots and backups may still have older copies. To be certain that a store can be erased, encrypt it,
+    and destroy its secret.
+
+    Args:
+        folder: of the store.
+        also: more files to wipe.
+
+    Raises:
+        StoreError: if there is no store in the folder, a program uses it, or a file cannot be wiped.
+    """
+    report = WipeReport()
+    try:
+        if not (folder / "objects").is_dir():
+            raise StoreError(f"there is no store in {folder}")
+        if _is_used(folder / "index" / "cache.db"):
+            raise StoreError(f"a program uses the store in {folder}; stop it, then wipe")
+        for name, own in FOLDERS.items():
+            top = folder / name
+            if top.is_symlink():
+                report.left.append(str(top))
+                continue
+            for root, folders, files in os.walk(top, topdown=False):
+                for path in (Path(root, file) for file in files):
+                    if own.fullmatch(path.relative_to(top).as_posix()):
+                        _wipe_file(path, report)
+                    else:
+                        report.left.append(str(path))
+                report.left += [str(path) for inside in folders if (path := Path(root, inside)).is_symlink()]
+                with suppress(OSError):  # something was left in it
+                    os.rmdir(root)
+        for path in (*(path for path in folder.iterdir() if FILES_BESIDE.fullmatch(path.name)), *also):
+            _wipe_file(path, report)
+    except OSError as error:
+        raise StoreError(f"cannot wipe {folder}: {error}") from error
+    return report
+
+
+def _is_used(database: Path) -> bool:
+    """Return whether a program has the index of a store open: SQLite leaves its log only if nobody else has."""
+    if database.parent.is_symlink() or database.is_symlink() or not database.is_file():
+        return False
+    try:
+        with closing(sqlite3.connect(database, timeout=0)) as connection:
+            connection.execute("PRAGMA journal_mode = DELETE").fetchall()
+    except sqlite3.Error as error:
+        return "locked" in str(error)
+    return False
+
+
+def _wipe_file(path: Path, report: WipeReport) -> None:
+    """Overwrite and remove a file, if it is a regular file."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(status.st_mode):
+        report.left.append(str(path))
+        return
+    if status.st_nlink == 1:
+        with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb", buffering=0) as file:
+            remaining = status.st_size
+            while remaining > 0:
+                remaining -= file.write(bytes(min(remaining, BLOCK_BYTES)))
+            os.fsync(file.fileno())
+        report.files += 1
+    else:
+        report.linked.append(str(path))
+    path.unlink()

@@ -141,14 +141,7 @@ class SlabBlocks(TensorBlocks):
 
     @classmethod
     def copy_of(cls, blocks: Mapping[str, Tensor], n_layers: int, *, device: torch.device | str, pinned: bool) -> Self:
-        """Copy blocks into a new allocation, in their order: those of layers last, and layer by layer.
-
-        Args:
-            blocks: the blocks.
-            n_layers: number of layers.
-            device: of the allocation.
-            pinned: page-lock host memory.
-        """
+        """Copy blocks into a new allocation, in their order: those of layers last, and layer by layer."""
         stops = list(accumulate(map(aligned_size, blocks.values())))
         memory = torch.empty(stops[-1], dtype=torch.uint8, device=device, pin_memory=pinned)
         tensors, starts = {}, dict(zip(blocks, (0, *stops), strict=False))
@@ -306,10 +299,6 @@ class ChunkKV:
         All blocks lie in one allocation, layer after layer: a GPU page-locks them by one call, and copies several
         layers by one.
 
-        Args:
-            device: of the copy.
-            pinned: page-lock host memory, so that a GPU can copy from it while computing.
-
         Raises:
             CorruptEntry: if a stored block fails its check.
         """
@@ -335,11 +324,7 @@ class ChunkKV:
         return self.expires is not None and time.time() >= self.expires
 
     def read(self) -> None:
-        """Read every block; this checks the blocks of a store.
-
-        Raises:
-            CorruptEntry: if a block fails its check.
-        """
+        """Read every block; this checks the blocks of a store; raises `CorruptEntry` if a block fails its check."""
         for name in self.names():
             self.blocks[name]
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import KVStore
-from qcfuse_rag.store.backends.disk import DiskStore
-from qcfuse_rag.store.backends.disk_settings import read_settings
+from qcfuse_rag.store.backends.disk import DiskStore, read_settings
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.backends.remote import RemoteStore, open_blobs
 from qcfuse_rag.store.backends.tenant import TenantStore

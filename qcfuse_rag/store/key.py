@@ -57,11 +57,7 @@ class ChunkKey:
 
     @classmethod
     def from_fields(cls, parts: dict[str, Any]) -> Self:
-        """Return the key that has these fields.
-
-        Raises:
-            ValueError: if they are not the fields of a key.
-        """
+        """Return the key that has these fields; raises `ValueError` if they are not the fields of a key."""
         try:
             fingerprint = Fingerprint(**parts["fingerprint"])
             key = cls(fingerprint, **{name: value for name, value in parts.items() if name != "fingerprint"})

@@ -81,11 +81,7 @@ def check_numbers(numbers: str) -> None:
 
 
 def check_rank(rank: int) -> str:
-    """Return the format with a rank.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return the format with a rank; raises `ValueError` if there is none."""
     if f"rank{rank}" not in RANKS:
         raise ValueError(f"there is no format of rank {rank}; there are {', '.join(map(str, RANKS.values()))}")
     return f"rank{rank}"
@@ -119,11 +115,5 @@ def quantize(tokens: Tensor, numbers: str, *, over: int) -> tuple[Tensor, Tensor
 
 
 def dequantize(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo `quantize` up to rounding.
-
-    Args:
-        quantized: `[n, H, D]`.
-        scale: `[1, H, D]` or `[n, H, 1]`.
-        dtype: of the result.
-    """
+    """Undo `quantize` up to rounding."""
     return (quantized.to(torch.float32) * scale).to(dtype)

@@ -21,10 +21,10 @@ from qcfuse_rag.methods.captures.slots import context_of, fact
 from qcfuse_rag.methods.epic import BEGUN
 from qcfuse_rag.methods.fusionrag import ENRICHED
 from qcfuse_rag.methods.relaycaching import store_answer
+from qcfuse_rag.store.admin import fsck
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.documents.sources import manifest_damage
 from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED
-from qcfuse_rag.store.maintenance import fsck
 from tests.support import seams
 from tests.support.captures import capture
 from tests.support.engines import make_engine

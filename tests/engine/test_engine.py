@@ -23,7 +23,7 @@ from qcfuse_rag import (
 )
 from qcfuse_rag.errors import InvalidTemplate, PromptTooLong, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.entry.reader import MappedFile, open_header
+from qcfuse_rag.store.entry.codec import MappedFile, open_header
 from qcfuse_rag.store.key import BLIND, FRAMED, Base, ChunkKey
 from tests.support import references, seams
 from tests.support.cases import cases

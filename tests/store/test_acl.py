@@ -19,8 +19,7 @@ from qcfuse_rag.methods.captures.slots import context_of
 from qcfuse_rag.methods.fusionrag import ENRICHED, permitted_neighbours
 from qcfuse_rag.methods.relaycaching import store_answer
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.documents.acl import may_be_built_on, tags_of
-from qcfuse_rag.store.documents.sources import Sources
+from qcfuse_rag.store.documents.sources import Sources, may_be_built_on, tags_of
 from qcfuse_rag.store.key import FRAMED, ChunkKey
 from tests.support.captures import capture
 from tests.support.engines import make_engine

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore, LanguageModel
+from qcfuse_rag.store.admin import fsck
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.backends.tiered import TieredStore
 from qcfuse_rag.store.documents.sources import Sources
-from qcfuse_rag.store.maintenance import fsck
 from tests.store.disk.folders import in_a_child
 from tests.support.cases import cases
 from tests.support.engines import make_engine

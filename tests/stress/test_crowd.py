@@ -13,8 +13,8 @@ from typing import ClassVar
 import pytest
 
 from qcfuse_rag import DiskStore
+from qcfuse_rag.store.admin import fsck
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.testing import example_key
 from tests.stress.campaign import Tally, sized
 from tests.stress.content import LARGEST_BYTES, chunk_of, files_of, wrong_bytes

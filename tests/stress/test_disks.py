@@ -22,9 +22,9 @@ from qcfuse_rag import (
 )
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.store.admin import fsck
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import FRAMED
-from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.stress.campaign import Tally, sized
 from tests.stress.mounts import disk, remount, tmpfs

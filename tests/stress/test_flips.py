@@ -11,9 +11,8 @@ import pytest
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.entry.codec import PREAMBLE, Preamble
+from qcfuse_rag.store.entry.codec import PREAMBLE, MappedFile, Preamble, open_header
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import MappedFile, open_header
 from qcfuse_rag.store.testing import example_key
 from tests.stress.campaign import Tally, sized
 from tests.stress.content import chunk_of, wrong_bytes

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore, LanguageModel
+from qcfuse_rag.store.admin import fsck
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.maintenance import fsck
 from tests.stress.campaign import Tally, sized
 from tests.stress.processes import fork, kill, wait
 from tests.stress.shared import Counters

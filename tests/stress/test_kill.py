@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore, LanguageModel, MemoryStore
+from qcfuse_rag.store.admin import fsck
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV, to_format
 from qcfuse_rag.store.key import FRAMED, ChunkKey
-from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.testing import example_key
 from tests.stress.campaign import Tally, sized
 from tests.stress.content import chunk_of, files_of, wrong_bytes

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore
+from qcfuse_rag.store.admin import collect_garbage, fsck
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.files import StoreFiles
-from qcfuse_rag.store.maintenance import collect_garbage, fsck
 from qcfuse_rag.store.testing import example_key
 from tests.stress.content import chunk_of, files_of, wrong_bytes
 

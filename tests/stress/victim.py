@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from qcfuse_rag import DiskStore, LanguageModel
+from qcfuse_rag.store.admin import collect_garbage, fsck, rebuild
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.maintenance import collect_garbage, fsck, rebuild
 from qcfuse_rag.store.testing import example_key
 from tests.stress.content import chunk_of, wrong_bytes
 from tests.stress.processes import fork, kill

@@ -42,7 +42,7 @@ disk_index = _seam("qcfuse_rag.store.backends.index.Index")
 index_busy_timeout_s = _seam("qcfuse_rag.store.backends.index.BUSY_TIMEOUT_S")
 redis_scan_batch = _seam("qcfuse_rag.store.backends.redis_blobs.SCAN_BATCH")
 manifest_connection = _seam("qcfuse_rag.store.documents.sources.sqlite3.connect")
-populate_flag = _seam("qcfuse_rag.store.entry.reader.MADV_POPULATE_READ")
+populate_flag = _seam("qcfuse_rag.store.entry.codec.MADV_POPULATE_READ")
 
 measured_passes = _seam("qcfuse_rag.runtime.cost.measure_passes")
 measured_loading = _seam("qcfuse_rag.runtime.cost.measure_loading")

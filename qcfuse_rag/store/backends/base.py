@@ -16,8 +16,8 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.entry.codec import EntryBytes, check_key, open_chunk
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import EntryBytes, check_key, open_chunk
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS
 
@@ -338,11 +338,7 @@ POLICIES: dict[str, Callable[[EntryUsage], float]] = {
 
 
 def eviction_policy(name: str) -> Callable[[EntryUsage], float]:
-    """Return a policy.
-
-    Raises:
-        ValueError: if there is none of that name.
-    """
+    """Return a policy; raises `ValueError` if there is none of that name."""
     if name not in POLICIES:
         raise ValueError(f"there is no eviction policy {name!r}; there are {', '.join(POLICIES)}")
     return POLICIES[name]

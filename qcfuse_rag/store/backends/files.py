@@ -50,11 +50,7 @@ class StoreFiles:
         self.objects, self.tmp, self.quarantined = folder / "objects", folder / "tmp", folder / "quarantine"
 
     def create(self) -> None:
-        """Create the folders, for their owner only.
-
-        Raises:
-            OSError: if a folder cannot be created.
-        """
+        """Create the folders, for their owner only; raises `OSError` if a folder cannot be created."""
         for path in (self.folder, self.objects, self.tmp, self.quarantined, self.folder / "models"):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
 

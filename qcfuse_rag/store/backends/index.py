@@ -34,9 +34,8 @@ from diskcache.core import MODE_RAW, UNKNOWN
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.backends.base import EntryUsage
 from qcfuse_rag.store.backends.files import StoreFiles, file_size
-from qcfuse_rag.store.entry.codec import PARSE_ERRORS
+from qcfuse_rag.store.entry.codec import PARSE_ERRORS, MappedFile, check_key, open_header
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import MappedFile, check_key, open_header
 
 ENTRY, PINNED, WRITING, QUARANTINE = "entry", "pinned", "writing", "quarantine"
 """Tags of rows: an entry, a pinned entry, a reservation of a file being written, a file in quarantine."""
@@ -80,11 +79,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Parse the JSON text that the index holds.
-
-        Raises:
-            CorruptEntry: if it is not a record.
-        """
+        """Parse the JSON text that the index holds; raises `CorruptEntry` if it is not a record."""
         try:
             data = json.loads(text)
             record = cls(EntryUsage(**data.pop("usage")), **data)
@@ -240,10 +235,6 @@ def open_index(folder: Path, damaged: int | None = None) -> tuple[Index, str | N
     """Open an index, or a new empty one in the place of a damaged one; return it, and what was repaired or None.
 
     One process at a time, so that none removes what another has just made.
-
-    Args:
-        folder: of the database.
-        damaged: inode of a database that turned out to be damaged while it was in use.
 
     Raises:
         OSError, sqlite3.Error, diskcache.Timeout, CorruptEntry: if it cannot be opened.

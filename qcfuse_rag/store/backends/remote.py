@@ -14,9 +14,8 @@ from typing import Any, Protocol, TypeVar
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats, open_entry
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
-from qcfuse_rag.store.entry.codec import Buffer, encode
+from qcfuse_rag.store.entry.codec import Buffer, BytesInMemory, EntryBytes, encode
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import BytesInMemory, EntryBytes
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
 
@@ -40,13 +39,7 @@ class BlobStore(Protocol):
         """Return a blob, or None if there is none."""
 
     def write(self, name: str, parts: Sequence[Buffer], ttl_s: float | None = None) -> None:
-        """Write a blob atomically, replacing one of that name: even if the writer dies, no reader sees a part of it.
-
-        Args:
-            name: of the blob.
-            parts: its bytes, to be joined.
-            ttl_s: seconds after which it may be removed, more than 0; a remote that cannot expire blobs keeps it.
-        """
+        """Write a blob atomically, replacing one of that name: even if the writer dies, no reader sees a part of it."""
 
     def delete(self, name: str) -> bool:
         """Remove a blob; return whether there was one."""
@@ -162,11 +155,7 @@ class RemoteStore(KVStore):
         return not isinstance(self.open(address_of(key)), Miss)  # its expiry is in its header
 
     def entries(self) -> Iterator[EntryInfo]:
-        """Yield address and size of every entry; nothing more is known without reading them.
-
-        Raises:
-            StoreError: if the remote cannot be reached.
-        """
+        """Yield address and size of every entry; nothing more is known without reading them."""
         for name, size in self._listed():
             if name.endswith(ENDING):
                 yield EntryInfo(name.removesuffix(ENDING), size)
@@ -176,11 +165,7 @@ class RemoteStore(KVStore):
         return key in self
 
     def stats(self) -> list[StoreStats]:
-        """Return contents and counters. All entries are listed for it; expired ones count until they are removed.
-
-        Raises:
-            StoreError: if the remote cannot be reached.
-        """
+        """Return contents and counters. All entries are listed for it; expired ones count until they are removed."""
         sizes = [entry.size_bytes for entry in self.entries()]
         total = sum(sizes) + sum(size for _, size in self._listed(QUARANTINE))
         return [StoreStats(self.kind, len(sizes), total, None, **self._counts)]
@@ -201,11 +186,7 @@ class RemoteStore(KVStore):
         return [Health(self.kind, not problems, tuple(problems))]
 
     def clear(self) -> int:
-        """Remove every entry and the quarantine; return how many entries there were.
-
-        Raises:
-            StoreError: if the remote cannot be reached.
-        """
+        """Remove every entry and the quarantine; return how many entries there were."""
         quarantined, names = self._listed(QUARANTINE), [_name(entry.address) for entry in self.entries()]
         removed = [self._ask(partial(self._blobs.delete, name)) for name in [*dict(quarantined), *names]]
         return sum(removed[len(quarantined) :])

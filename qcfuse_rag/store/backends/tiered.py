@@ -71,11 +71,7 @@ class WriteBehind:
             return removed
 
     def flush(self) -> None:
-        """Wait until the queue is empty.
-
-        Raises:
-            StoreError: if a chunk could not be written since the last call.
-        """
+        """Wait until the queue is empty; raises `StoreError` if a chunk could not be written since the last call."""
         with self._changed:
             while self._queued or self._writing:
                 self._changed.wait()
@@ -300,11 +296,7 @@ class TieredStore(KVStore):
             raise StoreError(f"{len(failures)} chunks are in the {self.near.kind} tier only: {failures[-1]}{copy}")
 
     def close(self) -> None:
-        """Stop prefetching, write queued chunks, and close both tiers.
-
-        Raises:
-            StoreError: if a chunk put since the last `flush` could not be written.
-        """
+        """Stop prefetching, write queued chunks, and close both tiers."""
         self._reader.shutdown(wait=True, cancel_futures=True)
         try:
             self.flush()

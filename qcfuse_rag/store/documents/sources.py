@@ -7,6 +7,12 @@ The manifest is `sources.db` beside the entries. `chunks` says which source has 
 under whatever base it is stored. `derived` says which passages (`origin`) an entry was computed from. `unwanted` lists
 the entries to remove, `gone` those removed, `lost` the passages that lost their last source. `access` holds the tags of
 restricted sources, `located` what passages are recognised by in a text.
+
+Access control: no cache carries a passage that a reader of the cache's own text must not see. An enriched or captured
+cache carries something of the passages it was prefilled behind, so it may be built on another passage only if everybody
+who may read its own may read that one too. Access belongs to documents: a tag, or none for everybody. The readers of a
+passage that two documents have are those of both. Once any document has a tag, nothing is built on a passage without a
+document: it may be a restricted text under another model.
 """
 
 from __future__ import annotations
@@ -23,8 +29,67 @@ from typing import Any, NamedTuple
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.store.backends.base import KVStore, Miss
-from qcfuse_rag.store.documents import acl
 from qcfuse_rag.store.key import ChunkKey
+
+EVERYBODY = ""
+"""The tag of documents without one."""
+
+MARK_VIOLATIONS = """
+INSERT OR REPLACE INTO unwanted SELECT DISTINCT address, 1 FROM derived AS d
+WHERE (passage = ?1 OR origin = ?1)
+AND NOT EXISTS (SELECT 1 FROM readers WHERE passage = d.origin AND tag = '')
+AND (
+    NOT EXISTS (SELECT 1 FROM readers WHERE passage = d.passage)
+    OR EXISTS (
+        SELECT 1 FROM readers AS own WHERE own.passage = d.passage
+        AND NOT EXISTS (SELECT 1 FROM readers AS theirs WHERE theirs.passage = d.origin AND theirs.tag = own.tag)
+    )
+)
+"""
+
+
+def may_be_built_on(readers: frozenset[str], origin_readers: frozenset[str]) -> bool:
+    """Return whether a cache may be prefilled behind its origin; a passage without document has no known readers."""
+    return EVERYBODY in origin_readers or (bool(readers) and readers <= origin_readers)
+
+
+def tags_of(pieces: Iterable[tuple[str | None, Mapping[str, Any]]], key: str | None) -> dict[str, str | None] | None:
+    """Return the access tag of each source from the metadata of its pieces, for `FusionEngine.warm`.
+
+    A source has the tag that any of its pieces has. A source of which no piece has the key is left out, so that it
+    keeps its tag; a key with an empty value opens a source to everybody.
+
+    Raises:
+        ValueError: if pieces of one source have different tags.
+    """
+    if key is None:
+        return None
+    tags: dict[str, str | None] = {}
+    for source, metadata in pieces:
+        if source is None or key not in metadata:
+            continue
+        tag = None if metadata[key] in (None, EVERYBODY) else str(metadata[key])
+        previous = tags.get(source)
+        if tag and previous and tag != previous:
+            raise ValueError(f"pieces of one document have different tags under {key!r}; give all of them the same")
+        tags[source] = tag or previous
+    return tags
+
+
+def set_tag(database: sqlite3.Connection, source: str, tag: str | None) -> None:
+    """Set who may read a source; None is everybody."""
+    if tag:
+        unchanged = "SELECT 1 FROM access WHERE source = ?1 AND tag IS ?2"
+        database.execute(f"INSERT OR REPLACE INTO access SELECT ?1, ?2 WHERE NOT EXISTS ({unchanged})", (source, tag))
+    else:
+        database.execute("DELETE FROM access WHERE source = ?", (source,))
+
+
+def mark_acl_violations(database: sqlite3.Connection, passages: Iterable[str]) -> None:
+    """Mark entries as unwanted that `may_be_built_on` forbids now."""
+    if database.execute("SELECT 1 FROM access LIMIT 1").fetchone():
+        database.executemany(MARK_VIOLATIONS, [(passage,) for passage in passages])
+
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS chunks (
@@ -98,39 +163,23 @@ class Manifest:
         return self._path is not None and self._process != os.getpid()
 
     def version(self) -> tuple[int, int]:
-        """Return a value that changes whenever this or another process has written to the manifest.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return a value that changes whenever this or another process has written to the manifest."""
         [(version,)] = self.read("PRAGMA data_version")
         return version, self._reader.total_changes
 
     def query(self, statement: str, *values: str | int) -> list[tuple[Any, ...]]:
-        """Return the rows of a query, after waiting for a change that this process is making.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return the rows of a query, after waiting for a change that this process is making."""
         with self._lock:
             return _fetch(self._database, statement, values)
 
     def read(self, statement: str, *values: str | int) -> list[tuple[Any, ...]]:
-        """Return the rows of a query as last committed, without waiting for changes being made.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return the rows of a query as last committed, without waiting for changes being made."""
         with self._reader_lock:
             return _fetch(self._reader, statement, values)
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Change the manifest in one transaction, which is rolled back if anything is raised.
-
-        Raises:
-            StoreError: if it cannot be written.
-        """
+        """Change the manifest in one transaction, which is rolled back if anything is raised."""
         with self._lock:
             if not self._writable:  # the disk may have space again by now
                 with self._reader_lock:
@@ -190,9 +239,6 @@ def open_manifest(path: Path | None) -> OpenManifest:
 
     A manifest that cannot be written, as on a read-only mount or a full disk, is opened as an immutable file: changes
     that others make meanwhile may not be seen.
-
-    Args:
-        path: its file, or None for a manifest in memory.
 
     Raises:
         OSError: if its file cannot be created.
@@ -311,13 +357,7 @@ class Derivations:
         self._manifest, self._store = manifest, store
 
     def set_origins(self, key: ChunkKey, origins: Iterable[ChunkKey], *, since: int) -> None:
-        """Record the origins of an entry that is about to be written, replacing those recorded before.
-
-        Args:
-            key: of the entry.
-            origins: a key of each passage, under any base.
-            since: `loss_count` at the time the origins were chosen; the entry is unwanted if one was lost since.
-        """
+        """Record the origins of an entry that is about to be written, replacing those recorded before."""
         address, passage = self._store.address(key), self._store.address(key.passage_key())
         names = {self._store.address(origin.passage_key()) for origin in origins}
         with self._manifest.writing() as database:
@@ -329,7 +369,7 @@ class Derivations:
             if not marked or is_gone(self._store, address):
                 database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
             database.execute(MARK_IF_ORIGIN_LOST_SINCE, (address, since))
-            acl.mark_acl_violations(database, [passage])
+            mark_acl_violations(database, [passage])
 
     def keep_if_wanted(self, key: ChunkKey) -> bool:
         """Remove an entry that was just written if it is unwanted by now; return whether it stays.
@@ -511,14 +551,6 @@ class Sources:
 
         Another process may have forgotten the source or changed its chunks since then. That holds: what it took from
         the source does not come back, and nothing of the source is replaced.
-
-        Args:
-            source: its name.
-            keys: all that the job added.
-            replace: remove the source's other chunks, as `replace` does.
-
-        Returns:
-            How many entries were removed.
         """
         wanted = {self._store.address(key): key for key in keys}
         name, rows = self._prefix + source, self._rows(source, wanted)
@@ -576,16 +608,16 @@ class Sources:
         return removed
 
     def restrict(self, source: str, tag: str | None) -> int:
-        """Set who may read a source, before or after its chunks are added; see `store.documents.acl`.
+        """Set who may read a source, before or after its chunks are added, see `may_be_built_on`.
 
         Returns:
             How many entries were removed because they carry a passage that not all their readers may see.
         """
         name = self._prefix + source
         with self.manifest.writing() as database:
-            acl.set_tag(database, name, tag)
+            set_tag(database, name, tag)
             rows = database.execute("SELECT DISTINCT passage FROM chunks WHERE source = ?", (name,)).fetchall()
-            acl.mark_acl_violations(database, [passage for (passage,) in rows])
+            mark_acl_violations(database, [passage for (passage,) in rows])
         return self.garbage.collect()
 
     def has_restricted(self) -> bool:
@@ -632,7 +664,7 @@ class Sources:
             database.executemany("DELETE FROM unwanted WHERE address = ? AND NOT by_origin", addresses)
             if replace:
                 self._drop_stale(database, name, rows)
-            acl.mark_acl_violations(database, {passage for _, _, _, passage in rows})
+            mark_acl_violations(database, {passage for _, _, _, passage in rows})
         return self.garbage.collect()
 
     def _rows(self, source: str, keys: Mapping[str, ChunkKey]) -> list[Row]:
@@ -667,7 +699,7 @@ class Sources:
         )
         mark_without_source(database, dropped)
         mark_derived_from_lost(database, passages)
-        acl.mark_acl_violations(database, passages)  # with one source less, they may have fewer readers
+        mark_acl_violations(database, passages)  # with one source less, they may have fewer readers
 
 
 def _wording(key: ChunkKey) -> str:

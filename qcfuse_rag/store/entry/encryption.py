@@ -101,11 +101,7 @@ class EntryCipher:
         return bytes(self._aes_gcm.encrypt(number.to_bytes(12, "big"), bytes(data), context))  # type: ignore[attr-defined]
 
     def decrypt(self, number: int, data: bytes | bytearray | memoryview, context: bytes = b"") -> bytearray:
-        """Decrypt part `number`.
-
-        Raises:
-            CorruptEntry: if the part was changed, or encrypted under another secret.
-        """
+        """Decrypt part `number`; raises `CorruptEntry` if the part was changed, or encrypted under another secret."""
         from cryptography.exceptions import InvalidTag
 
         try:

@@ -13,10 +13,10 @@ import torch
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.admin import collect_garbage, rebuild
 from qcfuse_rag.store.backends.base import EntryUsage, Miss
 from qcfuse_rag.store.backends.index import WRITING, Record
 from qcfuse_rag.store.entry.codec import encode
-from qcfuse_rag.store.maintenance import collect_garbage, rebuild
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, in_a_child, present, put, taken
 from tests.support import seams

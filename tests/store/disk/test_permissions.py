@@ -13,9 +13,9 @@ import pytest
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.admin import fsck
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.documents.sources import Sources
-from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import KEY, file_of, put
 from tests.support.privileges import under_permissions

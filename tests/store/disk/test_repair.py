@@ -13,11 +13,11 @@ import pytest
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.admin import CheckReport, collect_garbage, fsck, rebuild
 from qcfuse_rag.store.backends import index
 from qcfuse_rag.store.backends.files import process_namespace
+from qcfuse_rag.store.entry.codec import MappedFile
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import MappedFile
-from qcfuse_rag.store.maintenance import CheckReport, collect_garbage, fsck, rebuild
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support import seams
 

@@ -11,9 +11,9 @@ import pytest
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.admin import wipe
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
-from qcfuse_rag.store.wipe import wipe
 from tests.store.disk.folders import KEY, in_a_child, put
 from tests.support.cli import Run
 

@@ -9,9 +9,8 @@ from typing import Any
 import xxhash
 
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.entry.codec import Header, encode
+from qcfuse_rag.store.entry.codec import BytesInMemory, Header, encode, open_chunk
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import BytesInMemory, open_chunk
 from qcfuse_rag.store.testing import example_key
 
 SECRET = bytes(range(32))

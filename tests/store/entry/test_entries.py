@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.chunk import ChunkKV, to_format
+from qcfuse_rag.store.entry.codec import open_chunk
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import open_chunk
 from qcfuse_rag.store.quantization import FORMATS, STORE_FORMATS
 from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_key
 from tests.store.entry.entries import CIPHERS, SECRET, CountingSource, header_of, opened, with_header, written

@@ -8,8 +8,7 @@ import pytest
 
 from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.entry import codec as entry_format
-from qcfuse_rag.store.entry.codec import encode
-from qcfuse_rag.store.entry.reader import open_chunk
+from qcfuse_rag.store.entry.codec import encode, open_chunk
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.store.entry.entries import CountingSource, header_of, opened, with_header, written
 

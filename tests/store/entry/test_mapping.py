@@ -14,8 +14,8 @@ import torch
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.entry.codec import MADV_POPULATE_READ, PrivateMapping
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import MADV_POPULATE_READ, PrivateMapping
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import SECRET, put
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.store.entry.codec import open_chunk
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.entry.reader import open_chunk
 from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_patch
 from tests.store.entry.entries import CIPHERS, CountingSource, header_of, opened, with_header, written
 
