@@ -23,8 +23,8 @@ def nearest_chunks(
     Args:
         vectors: `[N, D]`, the vector of each chunk; need not be normalised.
         n: most neighbours of a chunk.
-        readers: the tags of each chunk's readers, see `store.documents.sources`. A chunk's neighbours are then those that
-            all its readers may read, and can be fewer. None means that everybody may read every chunk.
+        readers: the tags of each chunk's readers, see `store.documents.sources`. A chunk's neighbours are then those
+            that all its readers may read, and can be fewer. None means that everybody may read every chunk.
     """
     denied, kinds = _denied_pairs(readers) if readers is not None else (None, None)
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
