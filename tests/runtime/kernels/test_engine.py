@@ -136,7 +136,7 @@ def test_first_passes_compile_all_kernels_of_other_lengths(
     with_kernels: list[str], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For short and long questions over few and many keys, and for very many rows; no request waits for a compiler."""
-    assert warming.MANY * warming.TOKENS > 2 * parts.KEYS_PER_SPLIT > 2 * warming.FEW * warming.TOKENS
+    assert warming.MANY_PASSAGES * warming.TOKENS > 2 * parts.KEYS_PER_SPLIT > 2 * warming.FEW_PASSAGES * warming.TOKENS
     monkeypatch.setattr(warming, "TOKENS", 16)  # the interpreter is slow
     monkeypatch.setattr(parts, "KEYS_PER_SPLIT", 100)
     for module in (parts, launch):
