@@ -26,8 +26,8 @@ from qcfuse_rag.cli.options import WORDING, CorpusOptions, JobOptions, PrefixOpt
 from qcfuse_rag.cluster.workers import RayWorkers, embed_on_ray, read_on_ray
 from qcfuse_rag.declared_options import declared_options
 from qcfuse_rag.engine.config import EngineConfig
+from qcfuse_rag.engine.corpus import MIN_TOKENS
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.system_prefixes import MIN_TOKENS
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.documents import index_passages, vanished_files
 from qcfuse_rag.library.embedder import Embedder

@@ -1,14 +1,22 @@
-"""The options that an engine is loaded by; this module imports no model code, because the command line reads them."""
+"""The options that an engine is loaded by, and warnings at the caller's line about ignored ones.
+
+The command line reads these options, so this module imports no model code.
+"""
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from qcfuse_rag.errors import NotStored, UnusedSetting
 from qcfuse_rag.prompts.template import PromptTemplate
 
 if TYPE_CHECKING:
     from qcfuse_rag.fusion.method import Method
+    from qcfuse_rag.ingestion.warm_job import WarmSummary
 
 VerdictPolicy = Literal["warn", "require", "ignore"]
 """How loading treats a method without a passing verdict."""
@@ -112,3 +120,41 @@ class EngineConfig(ModelConfig):
     def differences(self, other: EngineConfig) -> list[str]:
         """Return the names of the options that have another value."""
         return [name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(other, name)]
+
+
+FRAMEWORKS = (
+    "qcfuse_rag",
+    "langchain_qcfuse",
+    "langchain_core",
+    "langchain",
+    "langgraph",
+    "llama_index",
+    "llama_index_instrumentation",
+    "pydantic",
+    "wrapt",
+)
+"""Packages that may stand on the stack between the caller and this module."""
+
+
+def warn_unused(given: Iterable[str], used: Collection[str]) -> None:
+    """Warn of keyword arguments that a call ignores; frameworks pass on any argument."""
+    unused = sorted(set(given).difference(used))
+    if unused:
+        warn_caller(f"{', '.join(unused)}: no effect here; a call takes {', '.join(used)}")
+
+
+def warn_not_stored(summary: WarmSummary) -> None:
+    """Warn of passages that a warming job could not store, where nothing reads its summary."""
+    if summary.failed:
+        _, reason = summary.failed[0]
+        warn_caller(f"{len(summary.failed)} passages were not stored, the first because of: {reason}", NotStored)
+    if summary.left_out:
+        warn_caller(f"{summary.left_out} caches were not stored: the store has no room for them", NotStored)
+
+
+def warn_caller(message: str, category: type[Warning] = UnusedSetting) -> None:
+    """Warn at the innermost line outside of `FRAMEWORKS`."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in FRAMEWORKS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

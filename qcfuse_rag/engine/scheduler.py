@@ -9,27 +9,270 @@ and steps of more answers together take less time for each.
 A part takes some tenths of a second. The next part is that of the request with the fewest rows left (shortest remaining
 processing time, Schrage 1968), so a short question overtakes a long prompt; requests that need one part are equal and
 go in the order of submission. Every few parts, one is the oldest request's, so nobody waits for ever. Between two
-parts, requests whose readers have gone end.
+parts, requests whose readers have gone end. Frameworks hold an `EngineHandle`, which loads the model on first use.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import os
+import queue
+import sys
 import threading
 import time
+import traceback
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 from qcfuse_rag.background_thread import BackgroundThread
+from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.request import RequestHandle, RunningRequest
-from qcfuse_rag.errors import Busy, Closed
+from qcfuse_rag.errors import Busy, Closed, MisplacedSetting, QCFuseError
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import check_window
-from qcfuse_rag.generation.decoding import HealingDecoder
+from qcfuse_rag.fusion.pipeline import Parts, Prefilled, check_window
+from qcfuse_rag.fusion.report import FusionReport
+from qcfuse_rag.generation.completion import TokenLogprob
+from qcfuse_rag.generation.decoding import Decoder, Generation, HealingDecoder, make_decoder
+from qcfuse_rag.generation.sampling import Sampler
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.runtime.attention.scores import Scores
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.runner import ModelRunner
+
+
+class RequestHandle(Iterator[str]):
+    """The reader's side: iterate for pieces of text, with `for` or `async for`, or wait for the `result`.
+
+    To stop reading does not end the answer; `cancel` does. Leaving an `async for` before its end cancels.
+
+    Attributes:
+        prompt, params, method: as submitted.
+        report: the report of the prefill; None before it is done.
+        scores: the scores of the prefill's probe; None before it is done, and if there was no probe.
+        generation: the finished answer; None before that.
+        decoder: the state of the running answer; None before and after that.
+    """
+
+    def __init__(self, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
+        self.prompt, self.params, self.method = prompt, params, method
+        self.report: FusionReport | None = None
+        self.scores: Scores | None = None
+        self.generation: Generation | None = None
+        self.decoder: Decoder | None = None
+        self._cancelled, self._finished = threading.Event(), threading.Event()
+        self._error: Exception | None = None
+        self._interruption: Exception | None = None
+        self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._wake_reader: Callable[[], object] = lambda: None
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the answer is to end before its next token."""
+        return self._cancelled.is_set()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer has ended."""
+        return self._finished.is_set()
+
+    @property
+    def verified_upto(self) -> int | None:
+        """Number of leading tokens so far that are known to be full prefill's greedy tokens; None if nothing is yet."""
+        source = self.generation or self.decoder
+        return None if source is None else source.verified_upto
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob]:
+        """The log probabilities of the answer's tokens so far, without a draft's; empty if none are asked for."""
+        source = self.generation or self.decoder
+        return () if source is None else source.logprobs or ()
+
+    def cancel(self) -> None:
+        """End the answer before its next token, from any thread; the text so far stays."""
+        self._cancelled.set()
+
+    def interrupt(self, error: Exception) -> None:
+        """End the answer although its reader did not ask for that; unless the answer is complete, it fails.
+
+        Args:
+            error: raised to the reader of an incomplete answer.
+        """
+        if not self._cancelled.is_set():
+            self._interruption = error
+        self._cancelled.set()
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Wait for the whole answer.
+
+        Raises:
+            TimeoutError: if it is not finished after `timeout` seconds.
+            QCFuseError: whatever its prefill raised, or `Closed` if the scheduler was closed before it was complete.
+            CancelledError: if it was cancelled before it began.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"no answer after {timeout:g} seconds")
+        return self._outcome()
+
+    async def aresult(self) -> Generation:
+        """Wait for the whole answer like `result`, without blocking the event loop; a cancelled task cancels it."""
+        async for _ in self:
+            pass
+        return self._outcome()
+
+    def __next__(self) -> str:
+        piece = None if self._finished.is_set() and self._pieces.empty() else self._pieces.get()
+        if piece is None:
+            self._outcome()
+            raise StopIteration
+        return piece
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        self._wake_reader = lambda: loop.call_soon_threadsafe(ready.set)
+        try:
+            while True:
+                ready.clear()
+                finished = self._finished.is_set()  # read first: pieces that come later are read in the next turn
+                while not self._pieces.empty():
+                    piece = self._pieces.get()
+                    if piece is not None:
+                        yield piece
+                if finished:
+                    self._outcome()
+                    return
+                await ready.wait()
+        finally:
+            self.cancel()
+
+    def put(self, piece: str) -> None:
+        """Hand a piece of text to the reader."""
+        if piece:
+            self._pieces.put(piece)
+            self._notify()
+
+    def end(self, generation: Generation | None, error: Exception | None) -> None:
+        """Hand the finished answer, or the reason why there is none, to the reader."""
+        self.generation, self._error, self.decoder = generation, error, None
+        self._finished.set()
+        self._pieces.put(None)
+        self._notify()
+
+    def _notify(self) -> None:
+        try:
+            self._wake_reader()
+        except RuntimeError:  # the reader's event loop is closed
+            self.cancel()
+
+    def _outcome(self) -> Generation:
+        """Return the finished answer, or raise the reason why there is none."""
+        if self._error is not None:
+            raise self._error
+        complete = self.generation is not None and self.generation.finish_reason != "cancelled"
+        if self._interruption is not None and not complete:
+            raise self._interruption
+        if self.generation is None:
+            raise CancelledError("the request was cancelled before it began")
+        return self.generation
+
+
+class RunningRequest:
+    """The scheduler's side: the prefill of a request in parts, then its decoder.
+
+    Attributes:
+        prompt, params, method: as submitted.
+        handle: the reader's side.
+        rows_left: rows of the prompt that are still to be computed; predicted before the prefill begins.
+        part_rows: most rows of the next part of its prefill.
+        parts: number of parts of its prefill so far; the first one only loads, if there are several.
+    """
+
+    def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
+        self.prompt, self.params, self.method = prompt, params, method
+        self.handle = RequestHandle(prompt, params, method)
+        self.rows_left = len(prompt)
+        self.part_rows = self.parts = 0
+        self._context = contextvars.copy_context()  # the caller's, so that traces are connected
+        self._prefill: Parts[Prefilled] | None = None
+        self._sampler = Sampler(params, lm)
+        self._started = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its buffer: prompt and longest answer."""
+        return len(self.prompt) + self.params.max_new_tokens
+
+    @property
+    def decoder(self) -> Decoder:
+        """The state of the running answer."""
+        assert self.handle.decoder is not None
+        return self.handle.decoder
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.handle.is_finished
+
+    @property
+    def begun(self) -> bool:
+        """Whether its prefill has begun."""
+        return self._prefill is not None
+
+    def begin(self, prefill: Parts[Prefilled]) -> None:
+        """Take the prefill of its prompt, of which nothing is computed yet."""
+        self._prefill = prefill
+
+    def end_if_cancelled(self) -> bool:
+        """End the request if it was cancelled; return whether it has ended."""
+        if self.handle.is_cancelled and not self.finished:
+            self._end()
+        return self.finished
+
+    def compute_part(self, runner: ModelRunner) -> bool:
+        """Compute a part of the prompt; after the last one begin to decode, and return True."""
+        assert self._prefill is not None
+        self.parts += 1
+        try:
+            self.rows_left = self._context.run(next, self._prefill)
+        except StopIteration as finished:
+            prefilled: Prefilled = finished.value
+            self.handle.report, self.handle.scores = prefilled.report, prefilled.scores
+            self._started = time.perf_counter()
+            self.handle.decoder = make_decoder(runner, prefilled, self.params, self._sampler)
+            return True
+        return False
+
+    def advance(self) -> bool:
+        """Choose the next token, if its logits are there; return whether the answer goes on."""
+        try:
+            self.handle.put(self.decoder.cancel() if self.handle.is_cancelled else self.decoder.choose())
+        except Exception as error:
+            self.fail(error)
+            return False
+        if self.decoder.finish_reason is not None:
+            self._end()
+        return not self.finished
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error, which its reader gets; free the tensors that the error's frames hold."""
+        traceback.clear_frames(error.__traceback__)
+        self._end(error)
+
+    def _end(self, error: Exception | None = None) -> None:
+        if self._prefill is not None:
+            self._context.run(self._prefill.close)  # frees the buffer of an unfinished one
+        generation = None
+        if self.handle.decoder is not None and error is None:
+            self.handle.put(self.decoder.completion.finish())
+            generation = self.decoder.finish(time.perf_counter() - self._started)
+        self.handle.end(generation, error)
+
 
 MIN_PART_ROWS, MIN_LONE_PART_ROWS = 32, 64
 """Fewest rows of a part, while answers are running and while none is. A pass reads all weights, so a pass of fewer rows
@@ -335,3 +578,157 @@ class Scheduler:
             return 0
         self._saved_s = 0.0
         return rows
+
+
+AnswerRequest = Callable[[FusionEngine], tuple[Prompt, SamplingParams]]
+"""Builds the prompt of a request and its sampling settings, once the engine is loaded."""
+
+SETTINGS = SchedulerSettings(waiting=sys.maxsize)
+"""A framework's callers wait in the queue: they do not handle refusals."""
+
+
+class EngineHandle:
+    """Answers any number of threads and event loops with one model.
+
+    Copies of a framework's object share the handle. After pickling, the object in the other process loads the model
+    again by its own settings.
+
+    Args:
+        load: makes the engine; called once, by the first request.
+        settings: of the scheduler.
+        config: what the engine is loaded by, so that a later change is noticed.
+
+    Attributes:
+        wrapped: whether the engine was made by the caller, so that no other process can load it.
+        config: see the arguments.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], FusionEngine],
+        settings: SchedulerSettings = SETTINGS,
+        *,
+        config: EngineConfig | None = None,
+    ) -> None:
+        self._load, self._settings = load, settings
+        self._engine: FusionEngine | None = None
+        self.wrapped, self.config = False, config
+        self._scheduler: Scheduler | None = None
+        self._process = 0
+        self._detach_finalizer: Callable[[], object] = lambda: None
+        self._making = threading.Lock()
+
+    @classmethod
+    def wrap(
+        cls, engine: FusionEngine, settings: SchedulerSettings = SETTINGS, *, config: EngineConfig | None = None
+    ) -> EngineHandle:
+        """Wrap an engine that exists; `close` leaves it open."""
+        handle = cls(lambda: engine, settings, config=config)
+        handle.wrapped = True
+        return handle
+
+    @classmethod
+    def lazy(cls, config: EngineConfig) -> EngineHandle:
+        """Return a handle that loads its engine on first use."""
+        return cls(partial(FusionEngine.load, config), config=config)
+
+    @property
+    def engine(self) -> FusionEngine:
+        """The engine; the model is loaded on first use."""
+        with self._making:
+            return self._loaded()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler that answers requests; started on first use, and again after a fork."""
+        with self._making:
+            engine = self._loaded()
+            if self._scheduler is None or self._process != os.getpid():  # a thread does not survive a fork
+                self._scheduler, self._process = Scheduler(engine, self._settings), os.getpid()
+                # The scheduler's thread must not keep the model when the last reference to this handle is gone.
+                finalizer = weakref.finalize(self, self._scheduler.close, drain=False, wait=False)
+                self._detach_finalizer = finalizer.detach
+            return self._scheduler
+
+    def _loaded(self) -> FusionEngine:
+        """Return the engine, loaded if it is not yet; the caller holds the lock."""
+        self._engine = self._engine or self._load()
+        return self._engine
+
+    def for_config(self, config: EngineConfig) -> EngineHandle:
+        """Return this handle if its engine is, or will be, loaded by this config; else a new one.
+
+        Raises:
+            MisplacedSetting: if the config changed and the engine exists already: the change would have no effect.
+        """
+        changed = [] if self.config is None else self.config.differences(config)
+        if changed and (self.wrapped or self._engine is not None):
+            raise MisplacedSetting(f"{', '.join(changed)} changed after the engine was loaded; create a new object")
+        return EngineHandle.lazy(config) if changed else self
+
+    def submit(self, request: AnswerRequest, *, method: Method | None = None) -> RequestHandle:
+        """Queue a request; returns at once, except for the first one, which loads the model.
+
+        Args:
+            request: builds the prompt and the sampling settings.
+            method: instead of the engine's own.
+
+        Raises:
+            QCFuseError: if loading the model fails; see also `Scheduler.submit`.
+        """
+        return self.scheduler.submit(*request(self.engine), method=method)
+
+    async def asubmit(self, request: AnswerRequest) -> RequestHandle:
+        """Queue a request like `submit`, without blocking the event loop."""
+        submitting = asyncio.ensure_future(asyncio.to_thread(self.submit, request))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(cancel_request)  # the thread cannot be stopped before it has submitted
+            raise
+
+    def close(self) -> None:
+        """Cancel the answers in progress and close the engine unless it was wrapped; a later request loads it anew."""
+        with self._making:
+            scheduler, self._scheduler = self._scheduler, None
+            self._detach_finalizer()  # it would keep the model
+            engine = None if self.wrapped else self._engine
+            self._engine = self._engine if self.wrapped else None
+        if scheduler is not None:
+            scheduler.close(drain=False)
+        if engine is not None:
+            engine.close()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return itself: copies of a framework's object share the model."""
+        return self
+
+    def __copy__(self) -> Self:
+        """Return itself, as `__deepcopy__`."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[bool], EngineHandle], tuple[bool]]:
+        """Pickle without the model: the owner in the other process says again how to load it.
+
+        A wrapped engine exists in its own process only, so the handle in the other process raises an error on use.
+        """
+        return _without_engine, (self.wrapped,)
+
+
+def _without_engine(wrapped: bool) -> EngineHandle:
+    handle = EngineHandle(_no_engine)
+    handle.wrapped = wrapped
+    return handle
+
+
+def _no_engine() -> FusionEngine:
+    raise QCFuseError(
+        "this object wraps an engine of another process; create it with model=... and store=..., so that each process "
+        "loads its own engine"
+    )
+
+
+def cancel_request(submitted: asyncio.Future[RequestHandle] | Future[RequestHandle]) -> None:
+    """Cancel a request whose caller has gone."""
+    if not submitted.cancelled() and submitted.exception() is None:
+        submitted.result().cancel()

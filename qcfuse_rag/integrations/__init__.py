@@ -4,10 +4,8 @@ In: a framework's settings, messages and documents, already as plain Python. Out
 requests, passages in the store, and warnings at the caller's line. Nothing here imports a framework.
 """
 
-from qcfuse_rag.engine.caller_warnings import warn_caller, warn_not_stored, warn_unused
-from qcfuse_rag.engine.config import LOAD_SETTINGS
-from qcfuse_rag.engine.engine_handle import AnswerRequest, EngineHandle
-from qcfuse_rag.engine.request import RequestHandle
+from qcfuse_rag.engine.config import LOAD_SETTINGS, warn_caller, warn_not_stored, warn_unused
+from qcfuse_rag.engine.scheduler import AnswerRequest, EngineHandle, RequestHandle
 from qcfuse_rag.generation.decoding import FINISH_REASONS
 from qcfuse_rag.generation.response_format import Delta, ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS

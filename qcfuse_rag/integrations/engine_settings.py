@@ -10,7 +10,7 @@ from pydantic import Field, create_model
 from qcfuse_rag.declared_options import pydantic_fields
 from qcfuse_rag.engine.config import LOAD_SETTINGS, EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.errors import MisplacedSetting
 from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS, SamplingParams
 

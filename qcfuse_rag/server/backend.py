@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.engine_handle import AnswerRequest, EngineHandle, cancel_request
-from qcfuse_rag.engine.request import RequestHandle
+from qcfuse_rag.engine.scheduler import AnswerRequest, EngineHandle, RequestHandle, cancel_request
 from qcfuse_rag.errors import Busy, Closed, QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.report import FusionReport

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from qcfuse_rag.background_thread import BackgroundThread
-from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.library.documents import ServedLibrary
 
 LOG = logging.getLogger(__name__)

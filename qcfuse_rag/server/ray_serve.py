@@ -36,8 +36,7 @@ from starlette.applications import Starlette
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.engine_handle import EngineHandle
-from qcfuse_rag.engine.scheduler import SchedulerSettings
+from qcfuse_rag.engine.scheduler import EngineHandle, SchedulerSettings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.generation.sampling_params import Fidelity

@@ -17,8 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.engine_handle import EngineHandle
-from qcfuse_rag.engine.scheduler import SchedulerSettings
+from qcfuse_rag.engine.scheduler import EngineHandle, SchedulerSettings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.sampling_params import Fidelity
 from qcfuse_rag.library.documents import ServedLibrary

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import EngineConfig, FusionEngine, LanguageModel, MemoryStore, SamplingParams, open_store
-from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.errors import MisplacedSetting
 from tests.support.engines import make_engine
 from tests.support.families import build_model

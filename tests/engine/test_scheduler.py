@@ -28,7 +28,7 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.engine import scheduler as scheduler_module
-from qcfuse_rag.engine.request import RequestHandle
+from qcfuse_rag.engine.scheduler import RequestHandle
 from qcfuse_rag.errors import Busy, Closed, PromptTooLong
 from qcfuse_rag.fusion.pipeline import Parts, Prefilled
 from qcfuse_rag.runtime.forward import forward_rows, forward_step

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry, generate_latest
 
 from qcfuse_rag import FusionEngine, FusionReport, SamplingParams, make_method
-from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.monitoring.metrics import Metrics
 from qcfuse_rag.monitoring.tracing import Spans
 from qcfuse_rag.store.key import FRAMED

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from qcfuse_rag import FusionEngine
-from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend

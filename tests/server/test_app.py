@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
-from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.generation.response_format import Delta, ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
 from qcfuse_rag.prompts.builder import CHEAP_CHARACTERS, CHEAP_TOKENS, PromptTokenizer

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
-from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.server import idle_warming
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
-from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.errors import Busy
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.library.embedder import Embedder

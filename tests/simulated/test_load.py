@@ -38,7 +38,7 @@ def test_an_engine_is_compiled_before_its_first_request(
     models, compiled = [build_model("llama"), moved(build_model("llama"), device)], list[str]()
     monkeypatch.setattr(LanguageModel, "load", lambda *_, **__: LanguageModel.wrap(models.pop(), tokenizer))
     monkeypatch.setattr(FusionEngine, "compile", lambda engine: compiled.append(engine.lm.device.type))
-    monkeypatch.setattr("qcfuse_rag.engine.opening.check_exact_once", lambda lm: None)
+    monkeypatch.setattr("qcfuse_rag.engine.engine.check_exact_once", lambda lm: None)
 
     def load(**settings: Any) -> FusionEngine:
         return FusionEngine.load("M", check=False, verdict="ignore", **settings)

@@ -38,7 +38,7 @@ def open_with_secret(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     def load(folder: Path) -> KVStore:
         lm = SimpleNamespace()
         monkeypatch.setattr("qcfuse_rag.engine.engine.LanguageModel.load", lambda *_, **__: lm)
-        monkeypatch.setattr("qcfuse_rag.engine.opening.require_verdict", lambda *_: None)
+        monkeypatch.setattr("qcfuse_rag.engine.engine.require_verdict", lambda *_: None)
         monkeypatch.setattr(FusionEngine, "__init__", lambda engine, lm, store, **_: setattr(engine, "store", store))
         return FusionEngine.load("M", store=str(folder), check=False, compiled=False, verdict="ignore").store
 

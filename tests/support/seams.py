@@ -91,7 +91,7 @@ primer_prefill = _seam("qcfuse_rag.ingestion.target.prefill_chunk")
 enrichment_prefill = _seam("qcfuse_rag.methods.fusionrag.prefill_chunks")
 
 sampler = _seam("qcfuse_rag.engine.engine.Sampler")
-verdict_check = _seam("qcfuse_rag.engine.opening.require_verdict")
+verdict_check = _seam("qcfuse_rag.engine.engine.require_verdict")
 kept_bytes = _seam("qcfuse_rag.verification.sweep.KEPT_BYTES")
 verified_answers = _seam(
     "qcfuse_rag.verification.sweep.greedy_answers", "qcfuse_rag.verification.divergence.greedy_answers"

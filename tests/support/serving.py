@@ -14,7 +14,7 @@ import httpx
 from starlette.applications import Starlette
 
 from qcfuse_rag import FusionEngine
-from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
 from tests.support.passages import PASSAGES, QUESTION

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, make_method
-from qcfuse_rag.engine.opening import require_verdict
+from qcfuse_rag.engine.engine import require_verdict
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import FixedRatio, Method, VerifiedRatio
 from qcfuse_rag.methods.auto import DEFAULT_RATIO

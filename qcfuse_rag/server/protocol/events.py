@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qcfuse_rag.engine.request import RequestHandle
+from qcfuse_rag.engine.scheduler import RequestHandle
 from qcfuse_rag.fusion.report import FusionReport, Lookup, describe_misses
 from qcfuse_rag.generation.completion import FinishReason, content_logprobs, end_tokens
 from qcfuse_rag.generation.decoding import FINISH_REASONS, Generation
