@@ -209,7 +209,7 @@ async def test_a_client_who_goes_ends_the_request(backend: EngineBackend, stream
         await asyncio.sleep(0.001)
     (answer,) = [request.handle for request in scheduler._active]
     writer.close()
-    while not answer.finished:
+    while not answer.is_finished:
         await asyncio.sleep(0.01)
     assert answer.generation is not None
     assert answer.generation.finish_reason == "cancelled"

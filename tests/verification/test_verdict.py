@@ -16,6 +16,7 @@ from qcfuse_rag.engine.engine import require_verdict
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import FixedRatio, Method, VerifiedRatio
 from qcfuse_rag.methods.auto import DEFAULT_RATIO
+from qcfuse_rag.methods.qcfuse.layers import FORMAT, PROFILE_FILE
 from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.verification.verdict import (
     Check,
@@ -51,6 +52,18 @@ def kept(llama: LanguageModel, tmp_path: Path) -> Iterator[FusionEngine]:
         yield engine
 
 
+def write_profile(engine: FusionEngine, folder: Path) -> None:
+    """Write a profile whose critical layer is the first."""
+    profile = {
+        "format": FORMAT,
+        "model": "tiny",
+        "fingerprint": engine.lm.fingerprint.fields(),
+        "layers": [0],
+        "recall": [0.1] * engine.lm.n_layers,
+    }
+    (folder / PROFILE_FILE).write_text(json.dumps(profile))
+
+
 def test_a_verdict_is_found_again_by_model_method_and_numbers(kept: FusionEngine, tmp_path: Path) -> None:
     saved = verdict(kept, QCFUSE)
     path = saved.save(str(tmp_path))
@@ -60,7 +73,9 @@ def test_a_verdict_is_found_again_by_model_method_and_numbers(kept: FusionEngine
     assert find_verdict(kept.lm, kept.store, make_method("qcfuse", ratio=0.2, base=FRAMED)) is None
     other = replace(kept.lm, fingerprint=replace(kept.lm.fingerprint, dtype="bfloat16"))
     assert find_verdict(other, kept.store, QCFUSE) is None
-    assert find_verdict(replace(kept.lm, critical_layers=(0,)), kept.store, QCFUSE) is None
+    write_profile(kept, tmp_path)
+    assert find_verdict(kept.lm, kept.store, QCFUSE) is None
+    (tmp_path / PROFILE_FILE).unlink()
     kept.store.numbers = "int8"
     assert find_verdict(kept.lm, kept.store, QCFUSE) is None
 
@@ -85,7 +100,8 @@ def test_a_guard_and_a_profile_that_is_not_read_leave_the_verdict(kept: FusionEn
     saved = verdict(kept, AUTO)
     saved.save(tmp_path)
     assert find_verdict(kept.lm, kept.store, make_method("auto", guard=False)) == saved
-    assert find_verdict(replace(kept.lm, critical_layers=(0,)), kept.store, AUTO) == saved
+    write_profile(kept, tmp_path)
+    assert find_verdict(kept.lm, kept.store, AUTO) == saved
 
 
 # --- the ratio
