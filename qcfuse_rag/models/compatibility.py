@@ -30,10 +30,7 @@ class ContextWindow:
 
 
 def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
-    """Check a model by its configuration, before anything is run.
-
-    Returns:
-        The usable context window: the model's own, or less where its RoPE changes beyond some length.
+    """Check a model by its configuration; return its context window up to where its RoPE changes.
 
     Raises:
         UnsupportedModel: if reuse would be wrong; the message names the property.
@@ -72,7 +69,7 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
     if _rope_parameter(config, "llama_4_scaling_beta"):
         original = _rope_parameter(config, "original_max_position_embeddings")
         return ContextWindow(int(original or limit), "beyond this length queries are scaled by their position")
-    for kind in _rope_types(config):
+    for kind in {str(parameters.get("rope_type")) for parameters in _rope_parameters(config)}:
         if kind == "dynamic":
             raise UnsupportedModel("dynamic RoPE changes its frequencies with the prompt's length; set another type")
         if kind == "longrope":
@@ -83,7 +80,6 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
 
 
 def _sharding(model: PreTrainedModel) -> str | None:
-    """Return what spreads a model's layers or weights over several devices, or None if nothing does."""
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "its device_map"
     wrappers = {base.__name__ for module in model.modules() for base in type(module).__mro__}
@@ -101,9 +97,6 @@ def refuse_mismatched_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTok
     """Check that the model has an embedding for each token of the tokenizer's vocabulary.
 
     Added tokens may exceed the embeddings: many models add a padding token, which no prompt contains.
-
-    Raises:
-        UnsupportedModel: if the vocabulary is larger than the embeddings.
     """
     tokens = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
     embeddings = model.get_input_embeddings().weight.shape[0]
@@ -131,7 +124,6 @@ def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 
 
 def _layers(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
-    """Return each layer's type and the arguments of its transformers cache layer."""
     kinds, settings = get_layer_types_and_kwargs(config)
     # Before transformers 5.19 all layers share one setting; before 5.23 the list lacks last layers that keep nothing.
     settings_per_layer = settings if isinstance(settings, list) else [settings] * len(kinds)
@@ -139,19 +131,13 @@ def _layers(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     return layers + [(WITHOUT_KEYS, {})] * (int(config.num_hidden_layers) - len(layers))
 
 
-def _rope_types(config: PreTrainedConfig) -> set[str]:
-    """Return the RoPE types that the layers use."""
-    return {str(parameters.get("rope_type", "default")) for parameters in _rope_parameters(config)}
-
-
 def _rope_parameter(config: PreTrainedConfig, name: str) -> float | None:
-    """Return the smallest value of a RoPE parameter, or None if it is not set."""
     return min((parameters[name] for parameters in _rope_parameters(config) if parameters.get(name)), default=None)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the RoPE settings; models with several layer types nest one dictionary per type."""
     parameters = getattr(config, "rope_parameters", None) or {}
+    # Models with several layer types nest one dictionary per type.
     return [nested for nested in parameters.values() if isinstance(nested, dict)] or [parameters]
 
 
@@ -164,9 +150,6 @@ def measure_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
 
     If the configuration has a window, some tokens are run three times, the third time with a narrow window. This uses
     the attention `eager`, which applies windows by the mask alone.
-
-    Args:
-        model: a decoder-only model as transformers loads it.
 
     Raises:
         UnsupportedModel: if nothing changes although the model's layers have a window.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import time
+import timeit
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -34,8 +34,7 @@ SWITCH = "QCFUSE_CPU_DTYPE"
 CHOICES = ("bfloat16", "float16", "float32")
 CHANNELS, WIDER = 2048, 8192
 """Channels before and behind the measured products: 64 MB of float32, more than most caches hold."""
-PASS_ROWS, STEPS = 256, 64
-"""Rows of a fused prefill, and decode steps behind it."""
+PASS_ROWS, STEPS = 256, 64  # rows of a fused prefill, and decode steps behind it
 WORTH = 0.8
 """A choice other than float32 takes at most this share of float32's time."""
 SAMPLES = 5
@@ -43,11 +42,7 @@ SAMPLES = 5
 
 
 def chosen_cpu_numbers() -> str:
-    """Return the member of `CHOICES` for this CPU, as measured now or kept from an earlier measurement.
-
-    Raises:
-        ValueError: if the environment names another.
-    """
+    """Return the member of `CHOICES` for this CPU, as measured now or before, or as the environment names it."""
     if named := os.environ.get(SWITCH):
         if named not in CHOICES:
             raise ValueError(f"{SWITCH} must be {', '.join(CHOICES)}, got {named!r}")
@@ -96,20 +91,11 @@ def answer_seconds(numbers: str) -> float:
 
 def _fastest(product: Callable[..., Tensor], *operands: object) -> float:
     product(*operands)  # pays for one-time setup
-    samples = []
-    for _ in range(SAMPLES):
-        started = time.perf_counter()
-        product(*operands)
-        samples.append(time.perf_counter() - started)
-    return min(samples)
+    return min(timeit.repeat(lambda: product(*operands), number=1, repeat=SAMPLES))
 
 
 def processor_name() -> str:
-    """Return the name of the processor, under which the choice is kept.
-
-    The number of threads and the version of torch also affect the speed. They are not part of the name: another dtype
-    would make the stored caches misses.
-    """
+    """Return the name of the processor; threads and torch's version, which another choice may suit, are no part."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
@@ -118,11 +104,7 @@ def processor_name() -> str:
 
 
 class Float16Linear(nn.Module):
-    """A linear layer with float16 weights, which FBGEMM widens as it reads them, and float32 activations and sums.
-
-    Args:
-        linear: the layer whose weights to round; it is not changed.
-    """
+    """A copy of a linear layer with float16 weights, which FBGEMM widens as it reads them; sums are in float32."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -130,7 +112,7 @@ class Float16Linear(nn.Module):
         self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `[.., out]` float32 for `[.., in]` float32."""
+        """Map `[.., in]` to `[.., out]`, both float32."""
         return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)  # type: ignore[no-any-return]
 
 

@@ -70,11 +70,7 @@ def digest(data: bytes) -> str:
 
 
 def hash_weights(model: PreTrainedModel) -> str:
-    """Hash the weights of a loaded model. Reads every weight once, in about 0.1 s per GB of memory.
-
-    Raises:
-        UnsupportedModel: if the numbers of a weight cannot be read.
-    """
+    """Hash the weights of a loaded model, in about 0.1 s per GB; raise `UnsupportedModel` if they cannot be read."""
     # xxHash is ten times as fast as a cryptographic hash, and the user's own weights need no protection.
     state = xxhash.xxh3_128()
     weights = (part for name, tensor in sorted(model.state_dict().items()) for part in plain_parts(name, tensor))
@@ -98,13 +94,7 @@ def fingerprint_model(
     """Hash a loaded model.
 
     The weights in memory count, not the file names: a fine-tune under an old name, a merged adapter or another
-    quantisation is another model.
-
-    Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        ropes: the measured rotation of each layer.
-        weights_hash: the hash of its weights, if it is known.
+    quantisation is another model. `weights_hash` saves hashing them.
     """
     return Fingerprint(
         weights=weights_hash or hash_weights(model),
@@ -134,8 +124,6 @@ def _config_json(config: dict[str, Any]) -> bytes:
 
 
 def _hash_ropes(ropes: tuple[LayerRope, ...]) -> str:
-    parts = []
-    for rope in ropes:
-        table = b"none" if rope.inv_freq is None else rope.inv_freq.cpu().numpy().tobytes()
-        parts.append(digest(table + bytes([rope.interleaved])))
+    tables = (b"none" if rope.inv_freq is None else rope.inv_freq.cpu().numpy().tobytes() for rope in ropes)
+    parts = (digest(table + bytes([rope.interleaved])) for table, rope in zip(tables, ropes, strict=True))
     return digest("".join(parts).encode())

@@ -35,13 +35,9 @@ HASH = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class KeptResult:
-    """The place of a result.
+    """The place of a result: its kind's folder, its file, and all that it depends on, ready for JSON.
 
-    Attributes:
-        folder: of all results of this kind.
-        file_name: of the result.
-        identity: all that the result depends on: a text, or other data ready for JSON.
-        field: name of the identity in the file.
+    `field` is the name of the identity in the file.
     """
 
     folder: str
@@ -71,12 +67,9 @@ class KeptResult:
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """The state of a file, or of the files in a folder, at one moment.
+    """The state of a file, or of the files in a folder: path, size, inode and times of each, in ascending order.
 
-    Attributes:
-        path: the file or folder.
-        files: path, size, inode and times of each, in ascending order.
-        settled: whether the last change was so long ago that a later one has other times.
+    A settled state was last changed so long ago that a later change has other times.
     """
 
     path: Path
@@ -106,12 +99,9 @@ class FileState:
 
 
 def hash_once(state: FileState | None, settings: dict[str, str], compute: Callable[[], str]) -> str:
-    """Return the kept hash of files in a state; without one, compute the hash and keep it.
+    """Return the kept hash of files, 32 hexadecimal digits; without one, compute the hash and keep it.
 
-    Args:
-        state: the state of the files before any of them was read; None keeps nothing.
-        settings: all else that the hash depends on, ready for JSON.
-        compute: returns the hash, 32 hexadecimal digits.
+    The state is that before any file was read; None keeps nothing. `settings` are all else that the hash depends on.
     """
     if state is None or not state.settled or not state.is_current():
         return compute()

@@ -26,21 +26,15 @@ if TYPE_CHECKING:  # a store imports this without a model; transformers imports 
 class LayerRope:
     """The rotation of one layer's keys.
 
-    Attributes:
-        inv_freq: `[rot_dim // 2]` float32, radians per position for each channel pair; None for a layer without RoPE.
-        interleaved: True if channels (2i, 2i + 1) form a pair, False if (i, i + rot_dim / 2) do.
+    `inv_freq` is `[rot_dim // 2]` float32, radians per position for each channel pair; None for a layer without RoPE.
+    `interleaved` is True if channels (2i, 2i + 1) form a pair, False if (i, i + rot_dim / 2) do.
     """
 
     inv_freq: Tensor | None
     interleaved: bool = False
 
     def rotated(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Return keys rotated to positions; the keys themselves if the layer has no rotation.
-
-        Args:
-            keys: `[..., T, D]`, see `rotate`.
-            positions: `[T]` integers on the keys' device; negative ones rotate backwards.
-        """
+        """Return `[..., T, D]` keys rotated to `[T]` positions; the keys themselves if the layer has no rotation."""
         if self.inv_freq is None:
             return keys
         return rotate(keys, *angles(self.inv_freq.to(keys.device), positions), interleaved=self.interleaved)
@@ -62,14 +56,9 @@ class KVShape:
 
 
 def angles(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosine and sine of the rotation angle at each position.
+    """Return cosine and sine, `[T, rot_dim // 2]` float32, of the angles at `[T]` integer positions.
 
-    Args:
-        inv_freq: `[rot_dim // 2]` float32.
-        positions: `[T]` integers; negative ones rotate backwards.
-
-    Returns:
-        Two `[T, rot_dim // 2]` float32 tensors.
+    `inv_freq` is `[rot_dim // 2]` float32. Negative positions rotate backwards.
     """
     phase = positions.to(torch.float32)[:, None] * inv_freq[None, :]
     return phase.cos(), phase.sin()
@@ -84,12 +73,7 @@ def angles_from(
 ) -> tuple[Tensor, Tensor]:
     """Return `angles` at positions `start <= p < stop`, computed once for all layers with the same rotation.
 
-    Args:
-        tables: the computed angles; extended here. Valid as long as the model exists.
-        rope: rotation of a layer that has one.
-        start: first position.
-        stop: position after the last.
-        device: device of the result.
+    `tables` has the computed angles, is extended here, and is valid as long as the model exists.
     """
     assert rope.inv_freq is not None
     table = (id(rope.inv_freq), start, stop)
@@ -99,46 +83,31 @@ def angles_from(
 
 
 def rotate(keys: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate keys by the given angles.
+    """Return new keys `[..., T, D]`, rotated in float32 by angles, in the dtype of the given ones.
 
-    Args:
-        keys: `[..., T, D]`, any float dtype; the computation is in float32, the result in the input dtype.
-        cos: `[T, rot_dim // 2]` float32, with `rot_dim <= D`; channels past `rot_dim` stay unchanged.
-        sin: same shape as `cos`.
-        interleaved: channel pairing, see `LayerRope`.
-
-    Returns:
-        `[..., T, D]`, a new tensor.
+    `cos` and `sin` are `[T, rot_dim // 2]` float32, with `rot_dim <= D`; channels past `rot_dim` stay unchanged.
     """
-    half = cos.shape[-1]
     out = keys.to(torch.float32, copy=True)
-    if interleaved:
-        first, second = out[..., 0 : 2 * half : 2], out[..., 1 : 2 * half : 2]
-    else:
-        first, second = out[..., :half], out[..., half : 2 * half]
-    rotated_first = first * cos - second * sin
-    second.mul_(cos).addcmul_(first, sin)
-    first.copy_(rotated_first)
+    _rotate_in_place(out, cos, sin, interleaved=interleaved)
     return out.to(keys.dtype)
 
 
 def rotate_into(out: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
-    """Copy keys and rotate them like `rotate`; float32 keys are rotated in place while they are in the CPU cache.
+    """Copy keys, broadcast to `out`, and rotate them like `rotate`; float32 ones in place, while in the CPU cache.
 
-    Args:
-        out: `[..., T, D]`, any strides; must not overlap `keys`.
-        keys: `[..., T, D]` on the same device, broadcast to `out`.
-        cos: `[T, rot_dim // 2]` float32.
-        sin: same shape as `cos`.
-        interleaved: channel pairing, see `LayerRope`.
+    `out` is `[..., T, D]`, has any strides and must not overlap `keys`.
     """
     if keys.dtype != torch.float32 or out.dtype != torch.float32:
         out.copy_(rotate(keys, cos, sin, interleaved=interleaved))
         return
     out.copy_(keys)
+    _rotate_in_place(out, cos, sin, interleaved=interleaved)
+
+
+def _rotate_in_place(keys: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
     half = cos.shape[-1]
     pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
-    first, second = (out[..., channels] for channels in pairs)
+    first, second = (keys[..., channels] for channels in pairs)
     unrotated = first.clone()
     first.mul_(cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).addcmul_(unrotated, sin)
@@ -149,11 +118,7 @@ PROBE_POSITIONS = (0, 1, 37, 911)
 
 @torch.inference_mode()
 def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[LayerRope, ...], tuple[KVShape, ...]]:
-    """Measure each layer's rotation and cache shape by running one token at four positions.
-
-    Args:
-        model: a decoder-only model as transformers loads it, with its own attention.
-        max_position: highest position the model accepts.
+    """Measure each layer's rotation and cache shape by running one token at four positions up to `max_position`.
 
     Raises:
         UnsupportedModel: if a layer keeps no keys, moves them by anything but a known rotation, or moves values.
@@ -188,12 +153,12 @@ def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[Layer
 
 def _candidates(model: PreTrainedModel) -> list[LayerRope]:
     """Return every possible rotation: each frequency table of the model's rotary modules, in both pairings."""
-    candidates: list[LayerRope] = []
-    for name, table in model.named_buffers():
-        if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
-            frequencies = table.detach().to(torch.float32)
-            candidates += [LayerRope(frequencies, interleaved) for interleaved in (False, True)]
-    return candidates
+    tables = (
+        table.detach().to(torch.float32)
+        for name, table in model.named_buffers()
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+    )
+    return [LayerRope(table, interleaved) for table in tables for interleaved in (False, True)]
 
 
 def _match(keys: Tensor, positions: Tensor, candidates: list[LayerRope], layer: int) -> LayerRope:
@@ -204,10 +169,7 @@ def _match(keys: Tensor, positions: Tensor, candidates: list[LayerRope], layer: 
     for rope in candidates:
         if rope.inv_freq is not None and 2 * len(rope.inv_freq) > keys.shape[-1]:
             continue
-        moved = at_zero
-        if rope.inv_freq is not None:
-            moved = rotate(at_zero, *angles(rope.inv_freq, positions), interleaved=rope.interleaved)
-        error = float((moved - keys.to(torch.float32)).abs().amax() / size)
+        error = float((rope.rotated(at_zero, positions) - keys.to(torch.float32)).abs().amax() / size)
         if error < best_error:
             best, best_error = rope, error
     if best_error > _tolerance(keys):

@@ -38,7 +38,6 @@ def model_source(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _gguf_option(folder: Path) -> dict[str, Any]:
-    """Return the option that names the only GGUF file of a folder; none for a folder with a saved model."""
     files = sorted(folder.glob("*.gguf"))
     if not files and not any(folder.glob("*.json")):
         raise ModelNotFound(f"there is no model in {folder}: it has neither a config.json nor a GGUF file")
@@ -51,11 +50,7 @@ def _gguf_option(folder: Path) -> dict[str, Any]:
 
 
 def check_weight_format(weights: str, device: str) -> None:
-    """Refuse a format of weights that there is not, or not on this device (such as `cpu` or `cuda:0`).
-
-    Raises:
-        QCFuseError: the message names what to use.
-    """
+    """Raise `QCFuseError` for a format of weights that there is not, or not on this device (such as `cuda:0`)."""
     quantised = "load a checkpoint that torchao or bitsandbytes has quantised: transformers reads its format"
     if weights == "int8":
         raise QCFuseError(f"there are no int8 weights any more; {quantised}")

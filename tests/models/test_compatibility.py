@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,10 +36,40 @@ from tests.support import seams
 from tests.support.families import SIZES, YARN, build_model
 
 
-def test_dynamic_rope_is_refused() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(UnsupportedModel, match="dynamic RoPE changes its frequencies"):
-        refuse_unsupported(build_model("llama", rope_parameters=rope))
+def changed(**fields: object) -> PreTrainedModel:
+    """Return a model with other fields of its configuration, or with another configuration."""
+    model = build_model("llama")
+    for name, value in fields.items():
+        setattr(model if name == "config" or name.startswith("_") else model.config, name, value)
+    return model
+
+
+RECURRENT = Mamba2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8)
+SHARED_KEYS = Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["full_attention"] * 4)
+ENCODER_DECODER = T5Config(vocab_size=64, d_model=32, d_ff=32, num_layers=2, num_heads=2, d_kv=16)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: changed(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+            "dynamic RoPE changes its frequencies",
+        ),
+        (lambda: AutoModelForCausalLM.from_config(RECURRENT), ""),
+        (
+            lambda: changed(layer_types=["full_attention", "linear_attention"] * 2),
+            "layers of type linear_attention keep a state",
+        ),
+        (lambda: changed(config=SHARED_KEYS), "some layers keep no keys and values of their own"),
+        (lambda: T5ForConditionalGeneration(ENCODER_DECODER), "encoder-decoder"),
+        (lambda: changed(_hf_peft_config_loaded=True), "merge it first"),
+    ],
+    ids=["dynamic RoPE", "recurrent", "linear attention", "shared keys", "encoder-decoder", "adapter"],
+)
+def test_a_model_that_cannot_be_right_is_refused(build: Callable[[], PreTrainedModel], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        refuse_unsupported(build())
 
 
 @pytest.mark.parametrize("by", ["its device_map", "FSDP", "DeepSpeed", "tensor parallelism"])
@@ -90,23 +122,21 @@ def test_packed_weights_that_cannot_be_moved_are_refused_by_name(
         LanguageModel.load(model_folder, device="cpu")
 
 
-def test_longrope_is_held_to_the_length_below_its_switch() -> None:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": 128,
-    }
-    window = refuse_unsupported(build_model("llama", rope_parameters=rope))
-    assert window.tokens == 128
-    assert "longrope" in window.reason
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 
 
-def test_queries_scaled_by_position_are_held_to_the_length_below() -> None:
-    rope = {**YARN, "llama_4_scaling_beta": 0.5}
+@pytest.mark.parametrize(
+    ("rope", "tokens", "reason"),
+    [
+        ({**LONGROPE, "original_max_position_embeddings": 128}, 128, "longrope"),
+        ({**YARN, "llama_4_scaling_beta": 0.5}, YARN["original_max_position_embeddings"], "queries are scaled"),
+    ],
+)
+def test_a_model_is_held_to_the_length_below_which_its_rope_stays(
+    rope: dict[str, Any], tokens: int, reason: str
+) -> None:
     window = refuse_unsupported(build_model("llama", rope_parameters=rope))
-    assert (window.tokens, "queries are scaled" in window.reason) == (YARN["original_max_position_embeddings"], True)
+    assert (window.tokens, reason in window.reason) == (tokens, True)
 
 
 @pytest.mark.parametrize(
@@ -152,33 +182,6 @@ def test_layers_that_lose_what_they_are_called_with_are_refused(llama: LanguageM
         rows_attention(Layer(), key[:, :, :3], key, key, torch.ones(1, 1, 1, 1, dtype=torch.bool))
 
 
-def test_recurrent_layers_are_refused() -> None:
-    config = Mamba2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8)
-    with pytest.raises(UnsupportedModel):
-        refuse_unsupported(AutoModelForCausalLM.from_config(config))
-
-
-def test_linear_attention_layers_are_refused_by_name() -> None:
-    model = build_model("llama")
-    model.config.layer_types = ["full_attention", "linear_attention"] * 2
-    with pytest.raises(UnsupportedModel, match="layers of type linear_attention keep a state"):
-        refuse_unsupported(model)
-
-
-def test_layers_that_use_the_keys_of_others_are_refused() -> None:
-    """Whether transformers names them or leaves them out."""
-    model = build_model("llama")
-    model.config = Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["full_attention"] * 4)
-    with pytest.raises(UnsupportedModel, match="some layers keep no keys and values of their own"):
-        refuse_unsupported(model)
-
-
-def test_encoder_decoders_are_refused() -> None:
-    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 32, "num_layers": 2, "num_heads": 2, "d_kv": 16}
-    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
-        refuse_unsupported(T5ForConditionalGeneration(T5Config(**sizes)))
-
-
 def test_the_self_check_catches_attention_that_is_not_what_it_seems(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,13 +221,6 @@ def test_tokens_added_beyond_the_embeddings_are_no_reason_to_refuse(tokenizer: P
     assert check_exact(lm).passed
 
 
-def test_an_attached_adapter_is_refused() -> None:
-    model = build_model("llama")
-    model._hf_peft_config_loaded = True
-    with pytest.raises(UnsupportedModel, match="merge it first"):
-        refuse_unsupported(model)
-
-
 def test_attention_that_asks_for_more_is_refused_rather_than_ignored(llama: LanguageModel) -> None:
     plan = RowsPlan(torch.arange(2), 2)
     with pytest.raises(UnsupportedModel, match="attends by position_bias, which is not supported"):
@@ -252,11 +248,7 @@ def test_a_model_saved_to_a_folder_is_loaded_and_answers(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("/no/such/folder", "no model folder at"),
-        ("./nothing.gguf", "no GGUF file at"),
-    ],
+    ("name", "message"), [("/no/such/folder", "no model folder at"), ("./nothing.gguf", "no GGUF file at")]
 )
 def test_a_model_that_is_not_there_is_one_clear_error(name: str, message: str) -> None:
     with pytest.raises(ModelNotFound, match=message):
