@@ -31,8 +31,8 @@ from qcfuse_rag.engine.first_passes import measure_recorded_pass
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.fusion.method import IN_FULL, Method
 from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
+from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.primer import PRIMER_TOKENS
-from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment

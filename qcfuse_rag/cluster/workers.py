@@ -22,8 +22,7 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.config import ModelConfig
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.batches import BatchResult, store_batch, system_prefix
-from qcfuse_rag.ingestion.prefill import Ids
-from qcfuse_rag.ingestion.target import Batch, PrefillTarget
+from qcfuse_rag.ingestion.prefill import Batch, Ids, PrefillTarget
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.readers import PassagesBySource, find_files, read_passages
 from qcfuse_rag.methods import find_base

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from qcfuse_rag.errors import InvalidTemplate, StoreError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.ingestion.extension import EntryWriter, Related
+from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.primer import PRIMER, primer_ids
-from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, WarmJob, WarmSummary, with_prerequisites
 from qcfuse_rag.prompts.builder import PromptBuilder, marker_number
 from qcfuse_rag.prompts.recognition import PassageSignatures

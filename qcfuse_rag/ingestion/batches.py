@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from qcfuse_rag.ingestion.extension import ComputedBase, EntryPlan
-from qcfuse_rag.ingestion.prefill import Ranker, instruction_ids, prefill_chunk, prefill_chunks
-from qcfuse_rag.ingestion.target import Batch, PendingChunk, PrefillTarget
+from qcfuse_rag.ingestion.prefill import (
+    Batch,
+    PendingChunk,
+    PrefillTarget,
+    Ranker,
+    instruction_ids,
+    prefill_chunk,
+    prefill_chunks,
+)
 from qcfuse_rag.store.backends.base import check_entry
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.key import BLIND, Base

@@ -18,8 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from qcfuse_rag.ingestion.prefill import Ids
-from qcfuse_rag.ingestion.target import Batch, PendingChunk, PrefillTarget
+from qcfuse_rag.ingestion.prefill import Batch, Ids, PendingChunk, PrefillTarget
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.documents.sources import Sources, may_be_built_on

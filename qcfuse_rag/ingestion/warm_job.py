@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.ingestion.batches import BatchResult, compute_batch, plan_batches, store_batch, system_prefix
 from qcfuse_rag.ingestion.extension import ComputedBase, EntryPlan, EntryWriter, Related
-from qcfuse_rag.ingestion.prefill import Ids, instruction_ids
-from qcfuse_rag.ingestion.target import Batch, PendingChunk, PrefillTarget
+from qcfuse_rag.ingestion.prefill import Batch, Ids, PendingChunk, PrefillTarget, instruction_ids
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import Base, ChunkKey

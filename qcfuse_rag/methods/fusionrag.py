@@ -23,9 +23,16 @@ from qcfuse_rag.fusion.method import ATTENTION, Choice, FixedRatio, Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.ingestion.extension import ComputedBase, EntryWriter, Related
-from qcfuse_rag.ingestion.prefill import Ids, instruction_ids, prefill_chunk, prefill_chunks
+from qcfuse_rag.ingestion.prefill import (
+    Batch,
+    Ids,
+    PendingChunk,
+    PrefillTarget,
+    instruction_ids,
+    prefill_chunk,
+    prefill_chunks,
+)
 from qcfuse_rag.ingestion.similarity import nearest_chunks, token_vectors
-from qcfuse_rag.ingestion.target import Batch, PendingChunk, PrefillTarget
 from qcfuse_rag.store.backends.base import get_checked
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.documents.sources import may_be_built_on

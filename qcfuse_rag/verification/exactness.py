@@ -21,7 +21,7 @@ import qcfuse_rag
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
-from qcfuse_rag.ingestion.target import PrefillTarget
+from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.models.cpu_weights import weight_format
 from qcfuse_rag.models.kept import KeptResult

@@ -10,8 +10,7 @@ import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, Prompt, make_method
 from qcfuse_rag.generation.sampling_params import SamplingParams
-from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
-from qcfuse_rag.ingestion.target import PrefillTarget
+from qcfuse_rag.ingestion.prefill import PrefillTarget, prefill_chunk, prefill_chunks
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.store.key import BLIND, FRAMED, Base

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.ingestion.batches import batches_by_length, plan_batches
-from qcfuse_rag.ingestion.prefill import instruction_ids, prefill_chunk
-from qcfuse_rag.ingestion.target import PendingChunk, PrefillTarget
+from qcfuse_rag.ingestion.prefill import PendingChunk, PrefillTarget, instruction_ids, prefill_chunk
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.methods.captures.slots import context_of
 from qcfuse_rag.methods.fusionrag import ENRICHED

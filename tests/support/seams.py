@@ -87,7 +87,7 @@ fused_model = _seam("qcfuse_rag.runtime.language_model.fused_view_first")
 decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.steps.CHECKED_POSITIONS")
 
 batches_per_group = _seam("qcfuse_rag.ingestion.batches.BATCHES_PER_GROUP")
-primer_prefill = _seam("qcfuse_rag.ingestion.target.prefill_chunk")
+primer_prefill = _seam("qcfuse_rag.ingestion.prefill.prefill_chunk")
 enrichment_prefill = _seam("qcfuse_rag.methods.fusionrag.prefill_chunks")
 
 sampler = _seam("qcfuse_rag.engine.engine.Sampler")

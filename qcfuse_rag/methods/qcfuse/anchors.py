@@ -17,8 +17,7 @@ from torch import Tensor
 
 from qcfuse_rag.ingestion.batches import prefill_batch
 from qcfuse_rag.ingestion.extension import ComputedBase
-from qcfuse_rag.ingestion.prefill import Ids
-from qcfuse_rag.ingestion.target import Batch, PrefillTarget
+from qcfuse_rag.ingestion.prefill import Batch, Ids, PrefillTarget
 from qcfuse_rag.methods.common import order_by_key_norm
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import Base
