@@ -269,6 +269,5 @@ def main() -> None:
 
 
 def _interruption() -> str:
-    """Return what to print after Ctrl-C."""
     group = next((argument for argument in sys.argv[1:] if argument != "--debug"), None)
     return "interrupted; stored caches are kept" if group == "warm" else "interrupted"

@@ -97,18 +97,11 @@ Write a question. The answer is over the passages that are nearest to it, after 
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation over a library.
-
-    Attributes:
-        session: the open library.
-        max_new_tokens: most tokens of an answer.
-        history: earlier questions and answers, without their passages.
-        last: the last answer; None before the first.
-    """
+    """A conversation over a library."""
 
     session: LibrarySession
-    max_new_tokens: int
-    history: list[Message] = field(default_factory=list)
+    max_new_tokens: int  # of an answer
+    history: list[Message] = field(default_factory=list)  # earlier questions and answers, without their passages
     last: LibraryAnswer | None = None
 
     def ask(self, question: str) -> None:
@@ -162,7 +155,7 @@ def chat_with_library(library: Path, config: EngineConfig, options: AskOptions, 
 
 
 def _read_line(prompt: str) -> str | None:
-    """Return the next line without blanks around it; None at the end. Ctrl-C gives an empty line."""
+    """Return the next line; None at the end. Ctrl-C gives an empty line."""
     try:
         return input(prompt).strip()
     except EOFError:

@@ -94,13 +94,7 @@ def print_result(data: Mapping[str, Any], as_json: bool, *lines: str) -> None:
 
 
 class ProgressLines:
-    """Progress for logs: a line now and then, and one at the end.
-
-    Args:
-        title: what is done.
-        unit: the things that are counted.
-        clock: returns seconds.
-    """
+    """Progress for logs: a line now and then, and one at the end."""
 
     def __init__(self, title: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._title, self._unit, self._clock = title, unit, clock

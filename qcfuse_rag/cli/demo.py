@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,81 +38,17 @@ ANSWER_TOKENS = 32
 FUSED_SHARE = 0.5
 """Share of full prefill's time to expect of a fused answer, decoding of both included, for the estimate."""
 
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Full prefill and qcfuse, side by side</title>
-<style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1b1b;
-       background: #fff }
-table { border-collapse: collapse; width: 100%; margin: 1rem 0 }
-th, td { border-bottom: 1px solid #bbb; padding: .4rem .6rem; text-align: left; vertical-align: top }
-.full { fill: #8a5a00 } .fused { fill: #00598a } .right { color: #00652e } .wrong { color: #a80000 }
-small { color: #555 }
-</style>
-<h1>Full prefill and qcfuse, side by side</h1>
-<p>{{ about }}. Each answer was computed alone.</p>
-<table>
-<tr><th></th><th>full prefill</th><th>qcfuse</th></tr>
-{% if totals.full.right is not none %}
-<tr><td>right answers</td>
-{% for side in (totals.full, totals.fused) %}<td>{{ side.right }} of {{ totals.questions }}</td>{% endfor %}</tr>
-{% endif %}
-<tr><td>the same answer</td><td></td><td>{{ totals.same }} of {{ totals.questions }}</td></tr>
-{% for label, name in (("time to first token, median", "ttft_s"), ("whole answer, median", "total_s")) %}
-<tr><td>{{ label }}</td><td>{{ "%.2f"|format(totals.full[name]) }} s</td>
-<td>{{ "%.2f"|format(totals.fused[name]) }} s</td></tr>
-{% endfor %}
-<tr><td>prompt tokens computed, median</td><td>{{ "{:,.0f}".format(totals.full.rows) }}</td>
-<td>{{ "{:,.0f}".format(totals.fused.rows) }}</td></tr>
-</table>
-<h2>Seconds to the first token</h2>
-<svg viewBox="0 0 800 {{ 34 * pairs|length + 10 }}" width="100%" role="img" aria-label="seconds to the first token">
-{% for pair in pairs %}{% set top = 34 * loop.index0 %}
-<text x="0" y="{{ top + 20 }}" font-size="14">{{ loop.index }}</text>
-{% for name, answer in (("full", pair.full), ("fused", pair.fused)) %}
-<rect class="{{ name }}" x="30" y="{{ top + 4 + 14 * loop.index0 }}"
- height="12" width="{{ 660 * answer.ttft_s / longest }}"/>
-<text x="{{ 36 + 660 * answer.ttft_s / longest }}" y="{{ top + 15 + 14 * loop.index0 }}"
- font-size="12">{{ "%.2f"|format(answer.ttft_s) }} s</text>
-{% endfor %}{% endfor %}
-</svg>
-<p><small>Upper bar: full prefill. Lower bar: qcfuse.</small></p>
-<h2>Answers</h2>
-<table>
-<tr><th></th><th>question</th><th>full prefill</th><th>qcfuse</th></tr>
-{% for pair in pairs %}
-<tr><td>{{ loop.index }}</td>
-<td>{{ pair.question.question }}{% if pair.question.answers %}<br><small>truth: {{ pair.question.answers[0] }}</small>
-{% endif %}</td>
-{% for answer in (pair.full, pair.fused) %}
-<td>{{ answer.text() }}<br><small>{{ "%.2f"|format(answer.total_s) }} s{% if answer.right is not none %},
-<b class="{{ 'right' if answer.right else 'wrong' }}">{{ "right" if answer.right else "wrong" }}</b>{% endif %}</small>
-</td>{% endfor %}</tr>
-{% endfor %}
-</table>
-</html>
-"""
-
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """An answer as it comes: its pieces with the seconds at which they came.
+    """An answer as it comes; a clock that is started again shows it again."""
 
-    Attributes:
-        pieces: `(seconds, text)`.
-        ttft_s: seconds to the first token; None before it.
-        total_s: seconds to the end; None before it.
-        report: of the prefill.
-        right: whether it contains the truth; None if that is not known.
-        started: when its clock was started; None while it waits. A clock that is started again shows the answer again.
-    """
-
-    pieces: list[tuple[float, str]] = field(default_factory=list)
+    pieces: list[tuple[float, str]] = field(default_factory=list)  # the text, with the seconds at which it came
     ttft_s: float | None = None
     total_s: float | None = None
     report: FusionReport | None = None
-    right: bool | None = None
-    started: float | None = None
+    right: bool | None = None  # whether it contains the truth; None if that is not known
+    started: float | None = None  # None while it waits
 
     def elapsed_s(self) -> float:
         """Return the seconds since the clock was started."""
@@ -261,9 +198,9 @@ def ask_both(
 
 def summarise(pairs: Sequence[AnsweredPair]) -> dict[str, Any]:
     """Return counts of answers, and medians of seconds and tokens."""
-    sides = {"full": [pair.full for pair in pairs], "fused": [pair.fused for pair in pairs]}
     same = sum(pair.full.text() == pair.fused.text() for pair in pairs)
-    return {"questions": len(pairs), "same": same, **{name: _side(answers) for name, answers in sides.items()}}
+    sides = {"full": _side([pair.full for pair in pairs]), "fused": _side([pair.fused for pair in pairs])}
+    return {"questions": len(pairs), "same": same, **sides}
 
 
 def summary_table(totals: dict[str, Any]) -> Table:
@@ -285,7 +222,8 @@ def summary_table(totals: dict[str, Any]) -> Table:
 def demo_page(pairs: Sequence[AnsweredPair], totals: dict[str, Any], about: str) -> str:
     """Return the page with the table, a picture of the seconds and every answer; it needs nothing from elsewhere."""
     longest = max(answer.ttft_s or 0.0 for pair in pairs for answer in (pair.full, pair.fused)) or 1.0
-    template = Environment(autoescape=True).from_string(PAGE)
+    page = files("qcfuse_rag.cli").joinpath("demo.html").read_text("utf-8")
+    template = Environment(autoescape=True).from_string(page)
     return template.render(pairs=list(pairs), totals=totals, about=about, longest=longest)
 
 
@@ -300,5 +238,4 @@ def _side(answers: Sequence[TimedAnswer]) -> dict[str, Any]:
 
 
 def _say(text: str) -> None:
-    """Print a sentence, broken between words where the terminal ends."""
     OUT.print(text, highlight=False, markup=False)

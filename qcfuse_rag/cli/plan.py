@@ -7,7 +7,7 @@ measured. Rates of another GPU come from its data sheet, multiplied by an assume
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -49,7 +49,6 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 
 
 def _config(family: str, kv_heads: int, *sizes: int, **more: object) -> dict[str, object]:
-    """Return the configuration of a model with these numbers, in the order of `SIZES`."""
     return {"model_type": family, "num_key_value_heads": kv_heads, **dict(zip(SIZES, sizes, strict=True)), **more}
 
 
@@ -65,19 +64,12 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model.
+    """The sizes of a model."""
 
-    Attributes:
-        weights: numbers in the matrices of the layers, which multiply every row; all experts of a mixture count.
-        logit_weights: numbers in the matrix of the logits.
-        attention: operations of a row for each token that it attends to.
-        kv: numbers in a token's keys and values.
-    """
-
-    weights: int
-    logit_weights: int
-    attention: int
-    kv: int
+    weights: int  # numbers in the matrices of the layers, which multiply every row; all experts of a mixture count
+    logit_weights: int  # numbers in the matrix of the logits
+    attention: int  # operations of a row for each token that it attends to
+    kv: int  # numbers in a token's keys and values
 
     def operations(self, rows: float, context: float) -> float:
         """Return the operations of rows that attend to `context` tokens on average."""
@@ -113,20 +105,15 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusPlan:
-    """A corpus of passages, and the requests over it.
-
-    `tokens` are those of a passage, `retrieved` the passages of a request, and `question_tokens` its other tokens: the
-    question and the template. `ratio` is the share of the passages' tokens that is recomputed. For `number_bytes` see
-    `NUMBERS`. The default method keeps two caches of each passage and reads one of them.
-    """
+    """A corpus of passages, and the requests over it."""
 
     nodes: int
-    tokens: int
-    retrieved: int = 10
-    question_tokens: int = 64
-    ratio: float = 0.15
-    number_bytes: float = 2.0
-    caches: int = 2
+    tokens: int  # of a passage
+    retrieved: int = 10  # passages of a request
+    question_tokens: int = 64  # the question and the template
+    ratio: float = 0.15  # share of the passages' tokens that is recomputed
+    number_bytes: float = 2.0  # see `NUMBERS`
+    caches: int = 2  # of a passage; the default method keeps two and reads one of them
 
 
 def size_up(shape: ModelShape, rates: Rates, plan: CorpusPlan) -> Sizing:
@@ -158,10 +145,7 @@ def size_up(shape: ModelShape, rates: Rates, plan: CorpusPlan) -> Sizing:
 
 
 def shape_of(model: str) -> ModelShape:
-    """Return the sizes of a model, from a shape's name, a folder, or a Hugging Face id.
-
-    No weights are read: the model is built without memory.
-    """
+    """Return the sizes of a model, from a shape's name, a folder, or a Hugging Face id, without reading weights."""
     config: PretrainedConfig
     if model in SHAPES:
         config = AutoConfig.for_model(**SHAPES[model])
@@ -204,21 +188,11 @@ SAMPLES = 7
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The best rates measured here.
+    """The best rates measured here."""
 
-    Attributes:
-        flops: floating-point operations a second of a large matrix product in the model's dtype.
-        memory: bytes a second of a large copy in the model's memory; a byte read and written counts twice.
-        loading: bytes a second from page-locked host memory to the device; on a CPU, those of a copy.
-    """
-
-    flops: float
-    memory: float
-    loading: float
-
-    def or_better(self, other: Ceilings) -> Ceilings:
-        """Return the higher value of each rate, because a busy machine measures too low and never too high."""
-        return Ceilings(*(max(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)))
+    flops: float  # floating-point operations a second of a large matrix product in the model's dtype
+    memory: float  # bytes a second of a large copy in the model's memory; a byte read and written counts twice
+    loading: float  # bytes a second from page-locked host memory to the device; on a CPU, those of a copy
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:

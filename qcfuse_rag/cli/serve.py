@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, print_line, print_note, status
@@ -60,11 +60,7 @@ def serve_library(library: Path, config: EngineConfig, options: ServeOptions) ->
 
 
 def served_model_id(model: str) -> str:
-    """Return the id of a model for clients.
-
-    It is the Hugging Face id, also for a folder of the hub's cache, or the name of a folder or of a GGUF file without
-    its ending.
-    """
+    """Return the Hugging Face id, also of a folder of the hub's cache, or the name of a folder or GGUF file."""
     path = Path(model).expanduser()
     if not path.exists():
         return model
@@ -100,14 +96,10 @@ def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions, se
     connect(options.ray or "auto")
     from qcfuse_rag.server.ray_serve import EngineDeployment, run_deployment, stop_deployment
 
-    store_settings: dict[str, Any] = {
-        "folder": str(store_folder(library).resolve()),
-        "remote": options.remote,
-        "memory_bytes": int(options.memory_gb * 1e9),
-    }
+    memory_bytes, folder = int(options.memory_gb * 1e9), str(store_folder(library).resolve())
     replica = RayWorkers(
         model=config.model,
-        store=store_settings,
+        store={"folder": folder, "remote": options.remote, "memory_bytes": memory_bytes},
         count=options.replicas,
         cpus=options.cpus_per_replica,
         gpus=options.gpus_per_replica,

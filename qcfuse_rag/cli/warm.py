@@ -93,8 +93,7 @@ def plan_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, *, 
     OUT.print(f"would take {size(plan.size_bytes)} of {size(free)} free, and about {duration(plan.seconds or 0.0)}")
     if plan.left_out:
         OUT.print(f"[yellow]{plan.left_out} caches do not fit the store's limit[/yellow]; raise --limit-gb")
-    _print_failed(failed)
-    _print_unread(unread)
+    _print_left_out(failed, unread)
 
 
 def run_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, job: JobOptions, *, as_json: bool) -> None:
@@ -127,7 +126,10 @@ def run_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, job:
         return
     _print_summary(summary)
     if not verified:
-        _print_offer(library, corpus.tenant)
+        tenant = ["--tenant", corpus.tenant] if corpus.tenant else []
+        command = shlex.join(["qcfuse", "verify", "--store", str(library), *tenant])
+        about = "finds the share to recompute at which answers on these passages are near full prefill's"
+        print_line(f"`{command}` {about}")
 
 
 def resume_warming(library: Path, *, as_json: bool) -> None:
@@ -150,7 +152,7 @@ def resume_warming(library: Path, *, as_json: bool) -> None:
 def _warm(
     settings: LibrarySettings, config: EngineConfig, corpus: CorpusOptions, job: JobOptions, record: JobRecord
 ) -> tuple[dict[str, Any], bool]:
-    """Run a job; return its summary, and whether the library has a verdict on the method that reads its caches."""
+    """Run a job; return its summary, and whether the library has a verdict on its method."""
     library = settings.folder
     opened = open_library_store(
         library,
@@ -215,17 +217,9 @@ def _check_paths(corpus: CorpusOptions, library: Path, *, allow_empty: bool = Fa
 
 
 def _read(
-    engine: FusionEngine,
-    library: Path,
-    corpus: CorpusOptions,
-    unread: list[str],
-    workers: RayWorkers | None = None,
+    engine: FusionEngine, library: Path, corpus: CorpusOptions, unread: list[str], workers: RayWorkers | None = None
 ) -> PassagesBySource:
-    """Read and split the documents of a job, without the library's own folders, which may be among them.
-
-    Ray workers, if given, must see the files at the same paths. Files in folders that are not read are listed with the
-    reason in `unread`.
-    """
+    """Read and split the documents of a job, without the library's own folders, which may be among them."""
     own = own_folders(library)
     with progress_bar("reading documents", "files") as advance:
         read = partial(read_passages, tokenizer=engine.lm.tokenizer, reader=corpus.reader)
@@ -268,7 +262,7 @@ def _require_dtype(config: EngineConfig, job: JobOptions) -> None:
 def _ray_workers(
     engine: FusionEngine, library: Path, config: EngineConfig, corpus: CorpusOptions, job: JobOptions
 ) -> RayWorkers | None:
-    """Return the requested Ray workers, which open the same store as this process; None without --ray."""
+    """Return the requested Ray workers, which open the same store as this process."""
     if job.ray is None:
         return None
     if corpus.tenant is not None or job.encrypt or has_secret(library):
@@ -304,30 +298,16 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
         )
     if summary["left_out"]:
         print_note(f"{summary['left_out']} caches left out:", "they do not fit the store; raise --limit-gb")
-    _print_failed(summary["failed"])
-    _print_unread(summary["unread"])
+    _print_left_out(summary["failed"], summary["unread"])
 
 
-def _print_offer(library: Path, tenant: str | None) -> None:
-    """Offer verification to the user of a library without a verdict."""
-    named = {"--store": str(library), "--tenant": tenant}
-    command = shlex.join(["qcfuse", "verify", *(part for pair in named.items() if pair[1] for part in pair if part)])
-    print_line(f"`{command}` finds the share to recompute at which answers on these passages are near full prefill's")
-
-
-def _print_failed(failed: Sequence[tuple[str, str]]) -> None:
-    _print_reasons("not stored:", [f"a passage of {source}: {reason}" for source, reason in failed])
-
-
-def _print_unread(unread: Sequence[str]) -> None:
-    _print_reasons("passed over:", unread)
-
-
-def _print_reasons(label: str, reasons: Sequence[str]) -> None:
-    for reason in reasons[:MAX_PRINTED_REASONS]:
-        print_note(label, reason)
-    if len(reasons) > MAX_PRINTED_REASONS:
-        print_note(f"and {len(reasons) - MAX_PRINTED_REASONS:,} more:", "--json lists all")
+def _print_left_out(failed: Sequence[tuple[str, str]], unread: Sequence[str]) -> None:
+    not_stored = [f"a passage of {source}: {reason}" for source, reason in failed]
+    for label, reasons in (("not stored:", not_stored), ("passed over:", unread)):
+        for reason in reasons[:MAX_PRINTED_REASONS]:
+            print_note(label, reason)
+        if len(reasons) > MAX_PRINTED_REASONS:
+            print_note(f"and {len(reasons) - MAX_PRINTED_REASONS:,} more:", "--json lists all")
 
 
 def _count_with_text(documents: Mapping[str, Sequence[str]]) -> int:

@@ -1,8 +1,8 @@
 """Read and split files, embed texts and prefill batches with a pool of workers on Ray Data.
 
-The driver plans prefilling as for a job in one process, so the batches and the stored bytes are the same. A batch carries token
-ids, never text. Ray gives the batch of a lost worker to another worker. Entries are written atomically under names made
-from their content, so the second worker writes the same entries again.
+The driver plans prefilling as for a job in one process, so the batches and the stored bytes are the same. A batch
+carries token ids, never text. Ray gives the batch of a lost worker to another worker. Entries are written atomically
+under names made from their content, so the second worker writes the same entries again.
 """
 
 from __future__ import annotations
@@ -70,14 +70,12 @@ def map_with_workers(
 
 def worker_error(error: BaseException) -> str:
     """Return the message of the worker's `QCFuseError` without the stack traces around it, else the whole message."""
-    messages = re.findall(r"qcfuse_rag\.errors\.\w+: (.+)", "\n".join(map(str, _chain(error))))
+    texts, inner = [], error
+    while inner is not None:
+        texts.append(str(inner))
+        inner = getattr(inner, "cause", None) or inner.__cause__
+    messages = re.findall(r"qcfuse_rag\.errors\.\w+: (.+)", "\n".join(texts))
     return messages[-1] if messages else str(error)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = getattr(error, "cause", None) or error.__cause__
 
 
 LOCAL = "local"
@@ -176,10 +174,7 @@ BATCHES_AT_ONCE = 4096
 
 
 class PrefillWorker:
-    """A Ray actor with the model and the shared store; its model must be the driver's.
-
-    The driver could not find the entries of another model, so `fingerprint` is the digest of its own.
-    """
+    """A Ray actor with the shared store and the model, which must have the digest `fingerprint` of the driver's."""
 
     def __init__(self, workers: RayWorkers, fingerprint: str, prefix_ids: Ids, primer: Ids) -> None:
         lm, self._store = workers.open()

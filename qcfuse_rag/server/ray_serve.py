@@ -20,13 +20,7 @@ from typing import Any
 
 import xxhash
 from ray import serve
-from ray.exceptions import (
-    NodeDiedError,
-    ObjectLostError,
-    RayActorError,
-    RayError,
-    WorkerCrashedError,
-)
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayError, WorkerCrashedError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -60,8 +54,7 @@ def passage_hash(text: str) -> int:
 
 def home_replicas(passage: str, replicas: Iterable[str]) -> list[str]:
     """Return the home replicas of a passage, best first."""
-    ranked = sorted(replicas, key=lambda name: passage_hash(f"{name}\0{passage}"), reverse=True)
-    return ranked[:CHOICES]
+    return sorted(replicas, key=lambda name: passage_hash(f"{name}\0{passage}"), reverse=True)[:CHOICES]
 
 
 class CacheAffinity:
@@ -150,11 +143,9 @@ class EngineDeployment:
 
     def application(self) -> serve.Application:
         """Return the application for `serve.run`."""
-        scaling: dict[str, Any] = (
-            {"num_replicas": self.replica.count}
-            if self.autoscaling is None
-            else {"autoscaling_config": dict(self.autoscaling)}
-        )
+        scaling: dict[str, Any] = {"num_replicas": self.replica.count}
+        if self.autoscaling is not None:
+            scaling = {"autoscaling_config": dict(self.autoscaling)}
         engines = serve.deployment(
             EngineReplica,
             name="engine",
