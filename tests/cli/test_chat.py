@@ -15,8 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qcfuse_rag import FusionEngine, LanguageModel
-from qcfuse_rag.cli import ask
+from qcfuse_rag import LanguageModel
 from qcfuse_rag.cli.ask import Conversation, _uninterrupted
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.library.session import LibraryAnswer
@@ -48,24 +47,6 @@ def test_each_answer_names_its_sources_and_the_model_is_loaded_once(say, monkeyp
     assert (code, len(loaded)) == (0, 1)
     assert len(re.findall(r"sources: harbour\.md", err)) == 2
     assert len(out.splitlines()) >= 2
-
-
-def test_earlier_questions_and_answers_are_in_the_prompt(say, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    histories = []
-    prompt = FusionEngine.prompt
-
-    def noted(self, question, passages=(), history=(), tools=()):  # type: ignore[no-untyped-def]
-        histories.append(list(history))
-        return prompt(self, question, passages, history, tools)
-
-    monkeypatch.setattr(FusionEngine, "prompt", noted)
-    answers = []
-    printed = ask.print_answer
-    monkeypatch.setattr(
-        "qcfuse_rag.cli.ask.print_answer", lambda answer: answers.append(printed(answer)) or answers[-1]
-    )
-    say("Who keeps the paint?", "And when?")
-    assert histories == [[], [("user", "Who keeps the paint?"), ("assistant", answers[0])]]
 
 
 def test_explain_writes_the_page_of_the_last_answer_and_names_it(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

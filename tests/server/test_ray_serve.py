@@ -1,14 +1,19 @@
-"""The ingress of a deployment when a replica is lost, full or failing; tests/ray loses real replicas."""
+"""Routing by cache affinity, and the ingress when a replica is lost, full or failing; tests/ray loses real replicas."""
 
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("ray")
 
@@ -19,7 +24,16 @@ from qcfuse_rag import EngineConfig, RayWorkers
 from qcfuse_rag.server import ray_serve
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Event, LastPiece, Piece
-from qcfuse_rag.server.ray_serve import MAX_ATTEMPTS, DeploymentBackend, EngineDeployment, EngineReplica, Ingress
+from qcfuse_rag.server.ray_serve import (
+    CHOICES,
+    MAX_ATTEMPTS,
+    CacheAffinity,
+    DeploymentBackend,
+    EngineDeployment,
+    EngineReplica,
+    Ingress,
+    home_replicas,
+)
 from qcfuse_rag.store.factory import open_store
 from tests.support.cli import Run
 from tests.support.engines import METHOD
@@ -168,8 +182,77 @@ def test_a_server_that_runs_already_is_neither_replaced_nor_stopped(
     assert not stopped
 
 
-def test_a_misspelt_library_is_not_created(run: Run, tmp_path: Path) -> None:
-    code, _, err = run("serve", "--store", tmp_path / "typo", "--ray", "local")
-    assert code == 1
-    assert "no store in" in err or "there is no" in err
-    assert not (tmp_path / "typo").exists()
+REPLICAS = [f"replica-{number}" for number in range(8)]
+
+
+def longest_queue(choices: int) -> int:
+    """Return the longest queue of a replica, for questions about topics of which some come far more often (Zipf)."""
+    affinity, draw = CacheAffinity(600), np.random.default_rng(5)
+    share = 1 / np.arange(1, 201) ** 1.1
+    queues: list[list[int]] = [[] for _ in REPLICAS]
+    longest = 0
+    for number, topic in enumerate(draw.choice(200, size=4000, p=share / share.sum())):
+        passages = [f"{topic}/{n}" for n in draw.choice(20, size=5, replace=False)]
+        queues = [[end for end in ends if end > number] for ends in queues]
+        homes = [REPLICAS.index(name) for name in affinity.choose(passages, REPLICAS)[:choices]]
+        best = min(homes, key=lambda replica: len(queues[replica]))
+        affinity.record(passages, REPLICAS[best])
+        queues[best].append(max([number, *queues[best]]) + 6)
+        longest = max(longest, len(queues[best]))
+    return longest
+
+
+def test_what_many_ask_for_has_two_homes_and_not_one() -> None:
+    """A single home would have a line as long as the favourite topic is popular; two halve it."""
+    assert longest_queue(choices=2) < longest_queue(choices=1)
+
+
+passage_lists = st.lists(st.text(max_size=8), min_size=1, max_size=6)
+
+
+@given(passages=passage_lists, count=st.integers(1, 8))
+def test_candidates_are_two_of_the_replicas_whatever_order_they_come_in(passages: list[str], count: int) -> None:
+    replicas = REPLICAS[:count]
+    affinity = CacheAffinity()
+    chosen = affinity.choose(passages, replicas)
+    assert len(chosen) == len(set(chosen)) == min(CHOICES, max(1, count // 2))
+    assert set(chosen) <= set(replicas)
+    assert affinity.choose(passages, replicas[::-1]) == chosen
+    affinity.record(passages, replicas[-1])
+    assert replicas[-1] in affinity.choose(passages, replicas), "it has them now"
+    assert replicas[-1] not in affinity.choose(passages, replicas[:-1])
+    assert affinity.choose(passages, []) == []
+
+
+@given(passage=st.text(max_size=8), gone=st.sampled_from(REPLICAS))
+def test_a_replica_that_goes_moves_only_what_was_at_home_there(passage: str, gone: str) -> None:
+    before, after = (
+        home_replicas(passage, REPLICAS),
+        home_replicas(passage, [name for name in REPLICAS if name != gone]),
+    )
+    assert [name for name in before if name != gone] == after[: len(before) - (gone in before)]
+
+
+def test_text_that_is_no_unicode_is_routed_like_any_other() -> None:
+    """A router that raises would never answer the request, nor whoever waits behind it."""
+    affinity = CacheAffinity()
+    for _ in range(2):
+        (chosen,) = affinity.choose(["\ud800"], REPLICAS[:2])
+        affinity.record(["\ud800"], chosen)
+    assert home_replicas("\ud800", REPLICAS) != home_replicas("\ud801", REPLICAS)
+
+
+def test_homes_are_even() -> None:
+    counts = Counter(name for number in range(4000) for name in home_replicas(f"passage {number}", REPLICAS))
+    assert set(counts) == set(REPLICAS)
+    assert max(counts.values()) < 1.15 * min(counts.values())
+
+
+def test_a_request_without_passages_may_go_anywhere() -> None:
+    assert CacheAffinity().choose([], REPLICAS) == REPLICAS
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    affinity = CacheAffinity(remembered=3)
+    affinity.record(["a", "b", "c", "d"], REPLICAS[7])
+    assert affinity._recent[REPLICAS[7]].keys() == {xxhash.xxh64_intdigest(passage) for passage in (b"b", b"c", b"d")}

@@ -15,29 +15,64 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from langchain_qcfuse.documents import SOURCE_KEY, passage_of, texts_of
-from langchain_qcfuse.messages import answer_chunk, answer_message, documents_in, last_chunk, turn_of
-from langchain_qcfuse.settings import (
-    ANSWER_SETTINGS,
-    CALL_SETTINGS,
-    response_format_of,
-    without_service_settings,
+from langchain_qcfuse.messages import (
+    SOURCE_KEY,
+    answer_chunk,
+    answer_message,
+    documents_in,
+    last_chunk,
+    passage_of,
+    texts_of,
+    turn_of,
 )
 from langchain_qcfuse.structured import bind_json_schema, bind_schema_tool
 from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams, WarmSummary
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.integrations import (
     FINISH_REASONS,
+    LOAD_SETTINGS,
+    SAMPLING_SETTINGS,
     AnswerRequest,
     EngineHandle,
     EngineSettings,
     ParsedResponse,
     RequestHandle,
+    ResponseFormat,
     ResponseReader,
     warm_passages,
+    warn_caller,
     warn_unused,
 )
 from qcfuse_rag.prompts.chat_template import RenderedText
+
+SERVICE_SETTINGS = ("api_key", "base_url", "timeout", "max_retries", "streaming")
+SHARED_SETTINGS = ("max_tokens", *SAMPLING_SETTINGS, "stop", "logprobs", "top_logprobs")
+CALL_SETTINGS = (
+    *SHARED_SETTINGS,
+    "chat_template_kwargs",
+    "documents",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "stream",
+)
+"""Keyword arguments of a call; LangChain itself reads `stream`."""
+
+
+def without_service_settings(values: Any) -> Any:
+    """Drop settings that LangChain's chat models use to reach a service, with a warning."""
+    if not isinstance(values, dict):
+        return values
+    values = {name: value for name, value in values.items() if value is not None or name not in CALL_SETTINGS}
+    ignored = [name for name in SERVICE_SETTINGS if values.get(name) is not None]
+    if ignored:
+        warn_caller(f"{' and '.join(ignored)}: no effect on a model in this process")
+    return {name: value for name, value in values.items() if name not in SERVICE_SETTINGS}
+
+
+def response_format_of(kwargs: dict[str, Any]) -> ResponseFormat:
+    """Return the response format that a call's keyword arguments ask for."""
+    return ResponseFormat(kwargs.get("tools") or (), kwargs.get("tool_choice"), kwargs.get("response_format"))
 
 
 class ChatQCFuse(EngineSettings, BaseChatModel):
@@ -71,10 +106,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
     stop: list[str] | None = Field(default=None, description="Strings that end an answer.")
 
     served: EngineHandle | None = Field(
-        default=None,
-        exclude=True,
-        repr=False,
-        description="The engine; LangChain passes it to configured copies.",
+        default=None, exclude=True, repr=False, description="The engine; LangChain passes it to configured copies."
     )
 
     @property
@@ -84,7 +116,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         # Everything that changes an answer: the key of LangChain's own cache of answers.
-        settings = self.model_dump(include=set(ANSWER_SETTINGS))
+        settings = self.model_dump(include={"model_name", *LOAD_SETTINGS, *SHARED_SETTINGS})
         if self.served is None or not self.served.wrapped:
             return settings
         engine = self.engine
@@ -261,12 +293,8 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         documents: Sequence[Document] | None = kwargs.get("documents")
         template_kwargs: dict[str, Any] | None = kwargs.get("chat_template_kwargs")
         response_format = response_format_of(kwargs)
-        limit = kwargs.get("max_tokens")
-        sampling = self.sampling_params(
-            kwargs,
-            max_new_tokens=self.max_tokens if limit is None else limit,
-            stop=stop or self.stop or (),
-        )
+        limit = self.max_tokens if kwargs.get("max_tokens") is None else kwargs["max_tokens"]
+        sampling = self.sampling_params(kwargs, max_new_tokens=limit, stop=stop or self.stop or ())
         if not messages:
             raise ValueError("there is nothing to answer: give at least one message")
         turns = [turn_of(message) for message in messages]
@@ -281,7 +309,6 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         return request
 
     def _reader(self, answer: RequestHandle, kwargs: dict[str, Any]) -> ResponseReader:
-        """Return a reader of an answer; the model is loaded by now."""
         return ResponseReader(self.engine.lm.tokenizer, response_format_of(kwargs), answer.prompt)
 
     def _result(self, answer: RequestHandle, kwargs: dict[str, Any]) -> ChatResult:
@@ -291,7 +318,6 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     def _last(self, answer: RequestHandle, reader: ResponseReader) -> ChatGenerationChunk:
-        """Return the end of a stream."""
         assert answer.generation is not None
         rest, reply = reader.finish(answer.generation)
         message = last_chunk(rest, reply, answer.generation, self._metadata(answer.generation, reply))

@@ -1,11 +1,13 @@
-"""Convert LangChain's messages to chat-template turns, and answers to LangChain's messages."""
+"""Convert LangChain's messages to chat-template turns, answers to messages, and documents to passages."""
 
 from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
+from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
@@ -23,7 +25,7 @@ from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.utils.json import parse_partial_json
 
 from qcfuse_rag import Generation
-from qcfuse_rag.integrations import Delta, ParsedResponse
+from qcfuse_rag.integrations import Delta, ParsedResponse, Passage
 
 MEDIA = {"image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file"}
 """Types of message blocks that a text model cannot read."""
@@ -164,3 +166,29 @@ def _unrepairable(text: str) -> str:
 
 def _call_id() -> str:
     return f"call_{uuid.uuid4().hex}"
+
+
+SOURCE_KEY = "source"
+"""Metadata key under which LangChain's loaders note what a document was read from."""
+
+
+def passage_of(document: Document, source_key: str | None) -> Passage:
+    """Return a document as a passage; its source is `source_key` in its metadata, else its id, else None."""
+    named = document.metadata.get(source_key) if source_key is not None else None
+    source = document.id if named in (None, "") else named
+    return Passage(document.page_content, None if source is None else str(source), document.metadata)
+
+
+def texts_of(documents: Iterable[Document]) -> list[str]:
+    """Return the texts of documents.
+
+    Raises:
+        TypeError: if `documents` is not a list of documents, such as one document.
+    """
+    if isinstance(documents, str):
+        raise TypeError("documents are a list of langchain_core's Document, not of str")
+    documents = list(documents)
+    others = [type(document).__name__ for document in documents if not isinstance(document, Document)]
+    if others:
+        raise TypeError(f"documents are a list of langchain_core's Document, not of {others[0]}")
+    return [document.page_content for document in documents]

@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from langchain_qcfuse.documents import SOURCE_KEY, passage_of
+from langchain_qcfuse.messages import SOURCE_KEY, passage_of
 from qcfuse_rag import QCFuseError
 
 

@@ -114,8 +114,7 @@ def test_a_passage_whose_metadata_changed_is_not_prefilled_again(
     assert stored(chat.engine) == {FERRY}
 
 
-@every_cleanup
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize(("cleanup", "batch_size"), [("incremental", 1), ("full", 2), ("scoped_full", 1)])
 def test_batches_may_be_smaller_than_a_source(chat: ChatQCFuse, cleanup: Cleanup, batch_size: int) -> None:
     indexing = Indexing(chat, cleanup, batch_size)
     indexing.run(a=[FERRY, HULL, MILL])

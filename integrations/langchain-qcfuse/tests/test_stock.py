@@ -6,13 +6,11 @@ import asyncio
 import copy
 import gc
 import threading
-import time
 import weakref
-from typing import Any, TypedDict
+from typing import Any
 
 import pytest
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_classic.chains.retrieval import create_retrieval_chain
 from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
@@ -20,7 +18,6 @@ from langchain_core.messages.content import create_plaintext_block, create_text_
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
-from langgraph.graph import END, START, StateGraph
 
 from langchain_qcfuse import ChatQCFuse, QCFusePrefetch, QCFuseVectorStore
 from qcfuse_rag import LanguageModel, MemoryStore
@@ -69,16 +66,6 @@ def test_documents_that_a_chain_decorates(chat: ChatQCFuse) -> None:
     decorated = PromptTemplate.from_template("[page {page}]\n{page_content}")
     chain = create_stuff_documents_chain(chat, PROMPT, output_parser=recorder(messages), document_prompt=decorated)
     assert chain.invoke(INPUTS)
-    assert hits(messages[0]) == [True] * 3
-
-
-def test_a_retrieval_chain(chat: ChatQCFuse) -> None:
-    messages: list[Any] = []
-    retriever = RunnableLambda(lambda _: DOCUMENTS)
-    chain = create_retrieval_chain(
-        retriever, create_stuff_documents_chain(chat, PROMPT, output_parser=recorder(messages))
-    )
-    assert chain.invoke({"input": QUESTION})["answer"]
     assert hits(messages[0]) == [True] * 3
 
 
@@ -140,41 +127,13 @@ def test_access_tags_come_from_metadata(lm: LanguageModel, how: str) -> None:
     assert readers == [{"board"}, {""}, {""}]
 
 
-async def test_a_graph(chat: ChatQCFuse) -> None:
-    class State(TypedDict, total=False):
-        question: str
-        answer: AIMessage
-
-    async def answer(state: State) -> State:
-        context = "\n\n".join(document.page_content for document in DOCUMENTS)
-        return {"answer": await chat.ainvoke(PROMPT.format_messages(context=context, input=state["question"]))}
-
-    graph = StateGraph(State)
-    graph.add_node("answer", answer)
-    graph.add_edge(START, "answer")
-    graph.add_edge("answer", END)
-    final_state = await graph.compile().ainvoke({"question": QUESTION})
-    assert hits(final_state["answer"]) == [True] * 3
-
-
 @pytest.mark.slow
-async def test_many_questions_at_once_are_all_answered_and_the_loop_runs_on(chat: ChatQCFuse) -> None:
+async def test_many_questions_at_once_are_all_answered(chat: ChatQCFuse) -> None:
     asked = [[HumanMessage(f"{text}\n\nQuestion {number}?")] for number, text in enumerate(PASSAGES * 11)][:32]
     expected = [chat.invoke(messages).content for messages in asked]
-    lags: list[float] = []
-
-    async def clock() -> None:
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(0.005)
-            lags.append(time.perf_counter() - before - 0.005)
-
-    ticking = asyncio.create_task(clock())
     answers = await asyncio.gather(*(chat.ainvoke(messages) for messages in asked))
-    ticking.cancel()
     assert [answer.content for answer in answers] == expected
     assert all(hits(answer) == [True] for answer in answers)
-    assert sorted(lags)[int(len(lags) * 0.99)] < 0.25  # a bound for machines with other work; see the benchmarks
 
 
 async def test_a_task_that_is_cancelled_before_it_is_queued_leaves_nothing_behind(

@@ -147,18 +147,6 @@ def test_complete_and_chat_are_the_models_own_answers(llm: QCFuseLLM) -> None:
         assert ask() == tokenizer.decode(expected, skip_special_tokens=True).rstrip("\ufffd")
 
 
-async def test_every_form_of_asking_gives_the_same_text(llm: QCFuseLLM) -> None:
-    messages = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="The ferry")]
-    text = llm.chat(messages).message.content
-    assert list(llm.stream_chat(messages))[-1].message.content == text
-    assert (await llm.achat(messages)).message.content == text
-    assert [piece async for piece in await llm.astream_chat(messages)][-1].message.content == text
-    completion = llm.complete("The ferry").text
-    assert list(llm.stream_complete("The ferry"))[-1].text == completion
-    assert (await llm.acomplete("The ferry")).text == completion
-    assert [piece async for piece in await llm.astream_complete("The ferry")][-1].text == completion
-
-
 def test_usage_and_report_are_plain_data(llm: QCFuseLLM) -> None:
     completion = llm.complete("The ferry")
     counts = completion.additional_kwargs
@@ -249,6 +237,7 @@ async def test_the_methods_that_llama_index_derives_agree(llm: QCFuseLLM) -> Non
     assert text == list(llm.stream_chat(message))[-1].message.content
     assert text == [piece async for piece in await llm.astream_chat(message)][-1].message.content
     assert text == "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION))
+    assert text == [piece async for piece in await llm.astream_complete(QUESTION)][-1].text
     assert text == llm.predict(Wording(QUESTION)) == await llm.apredict(Wording(QUESTION))
     assert text == "".join(llm.stream(Wording(QUESTION)))
     assert QCFuseLLM.class_name() == type(llm).class_name() == llm.to_dict()["class_name"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +126,13 @@ async def test_passages_that_cannot_be_stored_raise_a_warning(llm: QCFuseLLM) ->
 
 async def test_warming_in_a_pipeline_leaves_the_event_loop_alone(llm: QCFuseLLM) -> None:
     nodes = [TextNode(text=f"{number} boats. {PASSAGES[number % 3]}") for number in range(12)]
-    gaps, last = [], time.perf_counter()
+    ticks = 0
     warming = asyncio.create_task(QCFuseWarmup(llm).acall(nodes))
     while not warming.done():
         await asyncio.sleep(0.002)
-        gaps.append(time.perf_counter() - last)
-        last = time.perf_counter()
+        ticks += 1
     assert await warming == nodes
-    assert len(gaps) > 5, "other tasks ran meanwhile"
+    assert ticks > 5, "other tasks ran meanwhile"
 
 
 def test_a_base_that_does_not_exist_is_refused_when_it_is_named(llm: QCFuseLLM) -> None:

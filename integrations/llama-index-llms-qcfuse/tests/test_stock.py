@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
-from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine, SubQuestionQueryEngine
+from llama_index.core.query_engine import CitationQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.tools import QueryEngineTool
 from llama_index.core.vector_stores import SimpleVectorStore
-from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseSynthesizer, QCFuseVectorStore, QCFuseWarmup
 from qcfuse_rag.store.key import FRAMED
@@ -66,21 +64,6 @@ def test_every_synthesizer_reuses_every_retrieved_node(
 
 
 @pytest.mark.slow
-async def test_asynchronous_queries_too(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports) -> None:
-    engine = index.as_query_engine(llm=llm, similarity_top_k=3)
-    answers = await asyncio.gather(*(engine.aquery(QUESTION) for _ in range(4)))
-    assert len({str(answer) for answer in answers}) == 1
-    assert hits(reports) == [3] * 4
-
-
-def test_a_retriever_query_engine(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports) -> None:
-    synthesizer = get_response_synthesizer(llm=llm)
-    engine = RetrieverQueryEngine(index.as_retriever(similarity_top_k=2), response_synthesizer=synthesizer)
-    assert str(engine.query(QUESTION))
-    assert hits(reports) == [2]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ContextChatEngine, CondensePlusContextChatEngine])
 def test_chat_engines(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports, kind: Any) -> None:
     engine = kind.from_defaults(index.as_retriever(similarity_top_k=3), llm=llm)
@@ -109,22 +92,6 @@ def test_a_citation_engine(llm: QCFuseLLM, reports: Reports) -> None:
     engine = CitationQueryEngine.from_args(index, llm=llm, similarity_top_k=3, citation_chunk_size=512)
     assert str(engine.query(QUESTION))
     assert hits(reports) == [3]
-
-
-async def test_a_workflow(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports) -> None:
-    class Answer(Workflow):
-        @step
-        async def answer(self, event: StartEvent) -> StopEvent:
-            response = await index.as_query_engine(llm=llm, similarity_top_k=3).aquery(event.question)
-            return StopEvent(result=str(response))
-
-    assert await Answer(timeout=60).run(question=QUESTION)
-    assert hits(reports) == [3]
-
-
-def test_prompts_without_nodes_are_ordinary(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports) -> None:
-    llm.complete(QUESTION)
-    assert [len(report["lookups"]) for report in reports] == [0]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

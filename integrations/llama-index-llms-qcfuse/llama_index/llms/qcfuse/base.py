@@ -27,7 +27,6 @@ from llama_index.core.prompts import BasePromptTemplate
 
 from llama_index.llms.qcfuse.events import finish
 from llama_index.llms.qcfuse.messages import chat_response, logprobs_of, reasoning_kwargs, turn_of
-from llama_index.llms.qcfuse.settings import without_class_name
 from qcfuse_rag import FusionEngine, Prompt, SamplingParams
 from qcfuse_rag.integrations import (
     SAMPLING_SETTINGS,
@@ -51,6 +50,13 @@ CALL_SETTINGS = (
     "response_format",
     "chat_template_kwargs",
 )
+
+
+def without_class_name(values: Any) -> Any:
+    """Return an object's settings without the class name that LlamaIndex adds when it serialises the object."""
+    if not isinstance(values, dict):
+        return values
+    return {name: value for name, value in values.items() if name != "class_name"}
 
 
 class PreparedMessages(list[ChatMessage]):
@@ -141,12 +147,8 @@ class QCFuseLLM(EngineSettings, CustomLLM):
 
     def sampling(self, **kwargs: Any) -> SamplingParams:
         """Return the sampling settings; keyword arguments of one call replace the fields."""
-        limit = kwargs.get("max_new_tokens")
-        return self.sampling_params(
-            kwargs,
-            max_new_tokens=self.max_new_tokens if limit is None else limit,
-            stop=kwargs.get("stop") or self.stop,
-        )
+        limit = self.max_new_tokens if kwargs.get("max_new_tokens") is None else kwargs["max_new_tokens"]
+        return self.sampling_params(kwargs, max_new_tokens=limit, stop=kwargs.get("stop") or self.stop)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:

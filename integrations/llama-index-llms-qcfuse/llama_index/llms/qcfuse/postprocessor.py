@@ -6,9 +6,8 @@ from llama_index.core.bridge.pydantic import ConfigDict, Field, model_validator
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
-from llama_index.llms.qcfuse.base import QCFuseLLM
+from llama_index.llms.qcfuse.base import QCFuseLLM, without_class_name
 from llama_index.llms.qcfuse.nodes import text_of
-from llama_index.llms.qcfuse.settings import without_class_name
 
 
 class QCFusePostprocessor(BaseNodePostprocessor):

@@ -11,9 +11,8 @@ import numpy as np
 from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from llama_index.core.schema import BaseNode, TransformComponent
 
-from llama_index.llms.qcfuse.base import QCFuseLLM
+from llama_index.llms.qcfuse.base import QCFuseLLM, without_class_name
 from llama_index.llms.qcfuse.nodes import passage_of, warn_of_windows
-from llama_index.llms.qcfuse.settings import without_class_name
 from qcfuse_rag import WarmSummary
 from qcfuse_rag.integrations import warm_passages, warn_not_stored
 from qcfuse_rag.methods import find_base, unknown_base
