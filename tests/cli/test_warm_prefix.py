@@ -9,7 +9,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, make_method
-from qcfuse_rag.cli.warm import read_tools
 from qcfuse_rag.library.folder import open_library_store
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
@@ -80,7 +79,7 @@ def test_a_request_to_the_server_reads_what_was_warmed_from_the_same_file(
 ) -> None:
     functions = [{key: tool["function"][key] for key in order} for tool in (LOOK_UP, MOOR)]  # type: ignore[index]
     tools = [{"function": function} for function in functions]
-    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    (tmp_path / "tools.json").write_text(json.dumps(tools), "utf-8-sig")  # a byte order mark is no JSON
     run.json("warm", "prefix", "--store", library, "--system", SYSTEM, "--tools", tmp_path / "tools.json")
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     request = ChatRequest.model_validate({"messages": messages, "tools": tools})
@@ -94,8 +93,3 @@ def test_a_request_to_the_server_reads_what_was_warmed_from_the_same_file(
 def test_nothing_to_prefill_and_no_library_are_errors(run: Run, library: Path, tmp_path: Path) -> None:
     assert "give --system, --tools or both" in run("warm", "prefix", "--store", library)[2]
     assert "there is no store" in run("warm", "prefix", "--store", tmp_path / "no", "--system", SYSTEM)[2]
-
-
-def test_a_byte_order_mark_is_not_json(tmp_path: Path) -> None:
-    (tmp_path / "tools.json").write_text(json.dumps([LOOK_UP]), "utf-8-sig")
-    assert [tool["function"]["name"] for tool in read_tools(tmp_path / "tools.json")] == ["look_up"]
