@@ -46,10 +46,7 @@ def methods_table() -> Table:
 
 
 def check_model(config: EngineConfig) -> dict[str, Any]:
-    """Load a model and measure the exactness of reuse on a few tokens.
-
-    Return JSON-compatible data; `supported` is False, with a `reason`, if the model is refused or not exact.
-    """
+    """Return JSON data on a model's exactness of reuse; it has a `reason` if the model is not `supported`."""
     name = config.model or default_model()
     try:
         lm = LanguageModel.load(name, device=config.device, dtype=config.dtype, weights=config.weights or "model")

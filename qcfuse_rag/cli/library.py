@@ -25,11 +25,7 @@ from qcfuse_rag.verification.verdict import verdict_problem
 
 
 def with_settings(config: EngineConfig, settings: LibrarySettings) -> EngineConfig:
-    """Return a command's config with the library's settings in place of options that were not given.
-
-    Raises:
-        QCFuseError: if the command names another model or dtype than the library has.
-    """
+    """Return a command's config with the library's settings in place of options that were not given."""
     changes = settings.model_settings(model=config.model, dtype=config.dtype)
     if not changes:
         return config
@@ -41,11 +37,7 @@ def with_settings(config: EngineConfig, settings: LibrarySettings) -> EngineConf
 def open_engine(
     store: KVStore, config: EngineConfig, settings: LibrarySettings | None = None, *, method: Method | None = None
 ) -> FusionEngine:
-    """Load an engine over an open store, which the caller closes.
-
-    A method that leaves its ratio to `qcfuse verify` takes the ratio of the verdict beside the store. A note is printed
-    if the library's model has changed.
-    """
+    """Load an engine over an open store, which the caller closes; print a note if the library's model has changed."""
     with status("loading the model"):
         config = replace(config, weights=config.weights or "model", verdict="ignore", compiled=False)
         engine = FusionEngine.load(config, store=store, method=method)
@@ -57,11 +49,7 @@ def open_engine(
 
 @contextmanager
 def open_session(library: Path, config: EngineConfig, options: AskOptions) -> Iterator[LibrarySession]:
-    """Open a library for questions, with its own model, method and wording where the options name none.
-
-    Raises:
-        QCFuseError: if there is no library, or it has another model, embedder or base than the options name.
-    """
+    """Open a library for questions, with its own model, method and wording where the options name none."""
     refuse_store(library)
     settings = LibrarySettings.load(library)
     config = with_settings(config, settings)

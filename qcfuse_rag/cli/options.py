@@ -290,11 +290,7 @@ def _typer_option(name: str, option: DeclaredOption) -> Any:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Read the JSON object of an option.
-
-    Raises:
-        QCFuseError: if the text is none.
-    """
+    """Read the JSON object of an option."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -51,8 +51,7 @@ from qcfuse_rag.store.backends.remote import url_without_secrets
 from qcfuse_rag.store.factory import KEPT_NUMBERS, open_store
 from qcfuse_rag.store.quantization import check_numbers
 
-CONFIG_NAMES = (*WORDING, "base")
-"""The fields of `EngineConfig` that the record of a job keeps."""
+CONFIG_NAMES = (*WORDING, "base")  # the fields of `EngineConfig` that the record of a job keeps
 EMBEDDING_BATCH = 256  # passages to embed together on this machine, at least
 MAX_PRINTED_REASONS = 20  # maximum number of lines printed for input that was not read
 
@@ -344,11 +343,7 @@ def warm_prefix(library: Path, config: EngineConfig, options: PrefixOptions, *, 
 
 
 def read_tools(path: Path) -> list[dict[str, Any]]:
-    """Read tools in OpenAI's form from a JSON file, and return them as the server gives them to the chat template.
-
-    Raises:
-        QCFuseError: if the file cannot be read or is no list of tools.
-    """
+    """Read tools in OpenAI's form from a JSON file, and return them as the server gives them to the chat template."""
     try:
         tools = json.loads(path.read_text("utf-8-sig"))
     except OSError as error:

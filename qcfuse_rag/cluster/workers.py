@@ -52,7 +52,9 @@ def map_with_workers(
     A worker is made with `arguments`, then called with columns of `batch_size` rows. An error names the activity
     `doing`. Ray gives the rows of a lost worker to another one.
     """
-    ray, batches = import_ray(), -(-len(rows) // batch_size)
+    import ray
+
+    batches = -(-len(rows) // batch_size)
     pool = ray.data.from_items(rows, override_num_blocks=batches).map_batches(
         worker,
         fn_constructor_args=arguments,
@@ -68,9 +70,9 @@ def map_with_workers(
         ) from error
 
 
-def worker_error(error: BaseException) -> str:
+def worker_error(error: BaseException | None) -> str:
     """Return the message of the worker's `QCFuseError` without the stack traces around it, else the whole message."""
-    texts, inner = [], error
+    texts, inner = list[str](), error
     while inner is not None:
         texts.append(str(inner))
         inner = getattr(inner, "cause", None) or inner.__cause__
@@ -78,34 +80,21 @@ def worker_error(error: BaseException) -> str:
     return messages[-1] if messages else str(error)
 
 
-LOCAL = "local"
-
-
 def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> None:
     """Connect this process to a cluster, if it is not connected yet."""
-    ray = import_ray()
-    if ray.is_initialized():
-        return
-    try:
-        ray.init(
-            address=address,
-            runtime_env=dict(runtime_env or {}),
-            log_to_driver=False,
-            include_dashboard=False if address == LOCAL else None,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise QCFuseError(
-            f"there is no Ray cluster at {address!r} ({error}); start one with `ray start --head`, or name `local`"
-        ) from error
-
-
-def import_ray() -> Any:
-    """Import and return the module `ray`."""
     try:
         import ray
     except ImportError as error:
         raise QCFuseError("a cluster needs Ray: run `pip install 'qcfuse-rag[ray]'`") from error
-    return ray
+    if ray.is_initialized():
+        return
+    dashboard = False if address == "local" else None
+    try:
+        ray.init(address=address, runtime_env=dict(runtime_env or {}), log_to_driver=False, include_dashboard=dashboard)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise QCFuseError(
+            f"there is no Ray cluster at {address!r} ({error}); start one with `ray start --head`, or name `local`"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,15 +240,8 @@ def read_on_ray(
     all_paths = list(paths)
     files = [str(file.resolve()) for file in find_files(all_paths, skip)]
     named = {str(path.resolve()) for path in all_paths}
-    results = _ordered(
-        workers,
-        "file",
-        files,
-        ReadWorker,
-        (workers.model or default_model(), max_tokens),
-        batch_size=FILES_AT_ONCE,
-        progress=progress,
-    )
+    arguments = (workers.model or default_model(), max_tokens)
+    results = _ordered(workers, "file", files, ReadWorker, arguments, batch_size=FILES_AT_ONCE, progress=progress)
     passages: PassagesBySource = {}
     for file, text in zip(files, results, strict=True):
         read = json.loads(text)
