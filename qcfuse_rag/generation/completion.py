@@ -27,10 +27,6 @@ FinishReason = Literal["end", "stop", "length", "cancelled"]
 class Completion:
     """Collects tokens and finishes at an end token, at a stop string or at the length limit.
 
-    Args:
-        lm: the model that the tokens belong to.
-        params: stop strings, length limit and form of the text; the sampling settings are not read.
-
     Attributes:
         ids: the tokens so far, the end token included.
         finish_reason: why the answer is finished, or None before that. `cancelled` is for the caller to set.
@@ -72,15 +68,8 @@ class Completion:
 class Detokenizer:
     """Turns a growing sequence of tokens into pieces of text.
 
-    Holds back the bytes of an incomplete character, and text that may be the beginning of a stop string.
-
-    Args:
-        tokenizer: the backend of a fast tokenizer.
-        stop: strings that end the text and are cut off.
-        special_tokens: whether the text has special tokens.
-
-    Attributes:
-        stopped: whether a stop string was reached.
+    Holds back the bytes of an incomplete character, and text that may be the beginning of a stop string, which ends the
+    text and is cut off. The text has special tokens only if asked.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], *, special_tokens: bool = False) -> None:
@@ -104,14 +93,9 @@ class Detokenizer:
         return "" if self.stopped else self._release(len(self._held))
 
     def _step(self, token: int) -> str:
-        """Return the characters that a token completes.
-
-        Where tokens are bytes, a broken character makes the stream decode its run of bytes anew and fail, because the
-        run begins with other text than before. Decoding then begins again at this token.
-        """
         try:
             return self._stream.step(self._tokenizer, token) or ""
-        except Exception:  # a plain one, of tokenizers
+        except Exception:  # a plain one, of tokenizers, where a broken character changes the text of earlier bytes
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             return self._stream.step(self._tokenizer, token) or ""
 
@@ -140,21 +124,14 @@ def end_tokens(lm: LanguageModel) -> frozenset[int]:
 LOWEST = -9999.0
 """OpenAI's number for a probability of 0, whose logarithm JSON cannot write."""
 
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""Matches a token that is one byte, in vocabularies that have whole characters else."""
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # in vocabularies that have whole characters else
 
 INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The logarithmic probability of a token of an answer.
-
-    Attributes:
-        token: its id.
-        logprob: natural logarithm of its probability, at least `LOWEST`.
-        top: ids and logarithmic probabilities of the likeliest tokens in its place, the likeliest first.
-    """
+    """The natural logarithm of a token's probability, at least `LOWEST`; and of the likeliest tokens' in its place."""
 
     token: int
     logprob: float
@@ -162,13 +139,7 @@ class TokenLogprob:
 
 
 def token_logprob(logits: Tensor, token: int, count: int) -> TokenLogprob:
-    """Return the logarithmic probability of a token, and of the likeliest tokens.
-
-    Args:
-        logits: `[vocabulary]` float32, as the model computed them.
-        token: the chosen token.
-        count: number of likeliest tokens.
-    """
+    """Return the logarithmic probability of a token, and of `count` likeliest ones, from `[vocabulary]` logits."""
     logprobs = logits.log_softmax(-1).clamp(min=LOWEST)
     best = logprobs.topk(min(count, len(logprobs)))
     top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
@@ -178,9 +149,7 @@ def token_logprob(logits: Tensor, token: int, count: int) -> TokenLogprob:
 def content_logprobs(entries: Iterable[TokenLogprob], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return logarithmic probabilities as the list `content` of `logprobs` in OpenAI's chat completions.
 
-    Args:
-        entries: of the answer's tokens, without its end token: that is no content.
-        tokenizer: of the model.
+    https://platform.openai.com/docs/api-reference/chat/object
     """
 
     def described(token: int, logprob: float) -> dict[str, Any]:
@@ -217,5 +186,4 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
 
 @cache
 def _bytes_of_characters() -> dict[str, int]:
-    """Return the byte for each character of byte-level vocabularies."""
     return {character: byte for byte, character in bytes_to_unicode().items()}

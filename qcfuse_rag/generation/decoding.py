@@ -39,13 +39,10 @@ LOG = logging.getLogger(__name__)
 
 DRAFT_TOKENS = 32
 """Most tokens that `exact` drafts before it verifies them; VeriCache drafts 25 to 40."""
-
 ATTENDED = 0.2
 """Share of the reused tokens that `heal` computes in the order of the answer's attention, before the rest in order."""
-
 ROWS_PER_PASS = 256
 """Rows of a pass that only heals: between two of them a request can be cancelled."""
-
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 """OpenAI's name for each way in which an answer without tool calls ends."""
 
@@ -55,8 +52,6 @@ class HealingReport:
     """The work and outcome of healing for one answer.
 
     Attributes:
-        fidelity: as the request asked.
-        prompt_tokens: length of the prompt.
         exact_tokens: leading positions of the prompt whose keys and values are full prefill's at the end.
         verified_upto: number of leading answer tokens that are known to be full prefill's greedy tokens, under the
             answer's grammar if it has one; None if nothing can be verified: the answer is sampled, or the prompt was
@@ -90,10 +85,8 @@ class Generation:
     """A finished answer.
 
     Attributes:
-        text: the answer.
         ids: its tokens, the end token included.
         finish_reason: `end` for an end token, `stop` for a stop string, `length` for the token limit, or `cancelled`.
-        report: of the prefill.
         decode_s: seconds from the first token's logits to the last token; of a stream, from the first read on.
         healing: what healing did; None for answers that are not healed.
         logprobs: of the tokens, one for each id; None if the request asked for none.
@@ -136,10 +129,7 @@ class Generation:
         }
 
     def content_logprobs(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]] | None:
-        """Return the logarithmic probabilities in OpenAI's format, without that of the end token, which is no content.
-
-        See `logprobs.content_logprobs`; None if the request asked for none.
-        """
+        """Return the logarithmic probabilities in OpenAI's format, but for the end token; None without them."""
         if self.logprobs is None:
             return None
         return content_logprobs(self.logprobs[: -1 if self.finish_reason == "end" else None], tokenizer)
@@ -156,12 +146,6 @@ class Decoder:
 
     `choose` and `compute` take turns until there is a `finish_reason`. A scheduler may compute the steps of several
     answers together instead, see `needs_step` and `take_logits`.
-
-    Args:
-        runner: the model.
-        prefilled: the prompt.
-        params: how to choose tokens, when to stop, and how much to heal.
-        sampler: chooses the tokens.
 
     Attributes:
         completion: the tokens so far and their text; while it is held back, the draft.
@@ -242,10 +226,7 @@ class Decoder:
         return ""
 
     def finish(self, decode_s: float) -> Generation:
-        """Return the finished answer, and keep its keys and values for later prompts that begin with this one.
-
-        Nothing may be decoded after that. The rows of the last token were not computed.
-        """
+        """Return the finished answer, and keep its keys and values, but for the last token's, for later prompts."""
         completion, reason = self.completion, self.finish_reason
         assert reason is not None
         lease, kept = self._prefilled.lease, completion.ids[:-1]
@@ -271,7 +252,6 @@ class Decoder:
         return None
 
     def _exact_positions(self) -> int:
-        """Return the number of leading positions, of prompt and answer, that are full prefill's."""
         exact = self._prefilled.exact_tokens
         return exact if exact < len(self._prefilled.prompt) else exact + len(self.completion.ids)
 
@@ -284,7 +264,6 @@ class Decoder:
         self._ahead.extend(zip(candidates, further_logits, strict=True))
 
     def _logits_after(self, token: int) -> Tensor | None:
-        """Return the logits after a token if it is the next candidate; otherwise drop all candidates."""
         if self._ahead and self._ahead[0][0] == token and self._lookup is not None:
             self._lookup.accept()
             return self._ahead.popleft()[1]
@@ -367,7 +346,6 @@ class HealingDecoder(Decoder):
         return self._healing.healed
 
     def _set_pace(self) -> None:
-        """Set the rows to heal beside a step, and the steps from one that heals to the next; no rows if none fit."""
         try:
             pace = self._runner.step_costs().pace(self._params.slowdown)
         except Exception as error:
@@ -379,14 +357,13 @@ class HealingDecoder(Decoder):
             self._rows, self._interval = pace.rows, pace.interval
 
     def _rows_beside_step(self) -> int:
-        """Return rows to heal; after the prompt at least two for each step, because each step adds one row."""
+        # After the prompt at least two for each step, because each step adds one row.
         return self._rows if self._healing.prompt_left else max(self._rows, 2 * self._interval)
 
     def _heal(self, rows: int) -> None:
         self._healing.advance(self.completion.ids, rows)
 
     def _survive(self, error: Exception) -> None:
-        """Stop healing after an error."""
         LOG.warning("healing failed", exc_info=error)
         traceback.clear_frames(error.__traceback__)
         self._reason = f"healing failed: {error}"
@@ -433,7 +410,6 @@ class ExactDecoder(HealingDecoder):
 
     @property
     def _draft_is_complete(self) -> bool:
-        """Whether there is a complete draft: it is long enough, or it has ended, or the prompt is healed."""
         if not self.holds_back:
             return False
         if not self._params.is_greedy or self._params.grammar is not None:
@@ -486,14 +462,7 @@ class ExactDecoder(HealingDecoder):
 class TextStream(Iterator[str]):
     """A streamed answer: iterate for pieces of text, then read `generation`.
 
-    To abandon the answer, stop iterating; nothing runs in the background.
-
-    Args:
-        runner: the model; computes the decode steps.
-        prefilled: the prompt.
-        params: how to choose tokens and when to stop.
-        cancel: ends the answer before its next token when set.
-        sampler: replaces the sampler that `params` describes.
+    To abandon the answer, stop iterating; nothing runs in the background. `cancel` ends it before its next token.
 
     Attributes:
         report: of the prefill; available at once.
@@ -509,8 +478,7 @@ class TextStream(Iterator[str]):
         cancel: threading.Event | None = None,
         sampler: Sampler | None = None,
     ) -> None:
-        self.report = prefilled.report
-        self._prefilled = prefilled
+        self.report, self._prefilled = prefilled.report, prefilled
         self.generation: Generation | None = None
         self._decoder = make_decoder(runner, prefilled, params, sampler or Sampler(params, runner.lm))
         self._pieces = self._decode(cancel or threading.Event())

@@ -30,13 +30,7 @@ MAX_TOKENS = 7
 
 
 class PromptLookup:
-    """Guesses the next tokens of one answer.
-
-    Args:
-        prompt: token ids of the prompt.
-        max_tokens: most candidates of a pass.
-        row_cost: time of a row beside a step over the time of the step.
-    """
+    """Guesses the next tokens of one answer; `row_cost` is the time of a row beside a step over that of the step."""
 
     def __init__(self, prompt: Sequence[int], max_tokens: int, row_cost: float) -> None:
         self._ids, self._known = list(prompt), 0
@@ -47,9 +41,7 @@ class PromptLookup:
     def candidates(self, answer: Sequence[int], limit: int) -> list[int]:
         """Return what followed the last tokens where they last stood; empty if nowhere, or if candidates do not pay.
 
-        Args:
-            answer: token ids so far; those of the call before are their beginning.
-            limit: most candidates.
+        The answer begins with that of the call before.
         """
         self._ids += answer[len(self._ids) - self._prompt_tokens :]
         self._learn()
@@ -79,10 +71,7 @@ class PromptLookup:
 def prompt_lookup(lm: LanguageModel, prompt: Sequence[int], max_tokens: int | None) -> PromptLookup | None:
     """Return the lookup of one answer; None on GPUs, whose steps are recorded for single rows.
 
-    Args:
-        lm: the model.
-        prompt: token ids of the prompt.
-        max_tokens: most candidates of a pass; None chooses by the cost of rows, 0 turns the lookup off.
+    `max_tokens` are the most candidates of a pass; None chooses by the cost of rows, 0 turns the lookup off.
     """
     if lm.device.type != "cpu" or max_tokens == 0:
         return None

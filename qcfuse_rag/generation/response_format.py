@@ -23,11 +23,9 @@ from qcfuse_rag.generation.tool_parsers import BrokenCall, ParsedResponse, ToolC
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import Tool
 
+# Names of the field for reasoning in response templates, and keys of a field's tags.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names of the field for reasoning in response templates."""
-
 TAG_KEYS = ("open", "open_pattern", "close", "close_pattern")
-"""Keys of a field's tags in response templates."""
 
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 """Tags of reasoning at the start of an answer: of Qwen3, DeepSeek-R1, SmolLM3 and more; of Magistral; of Seed-OSS."""
@@ -85,12 +83,7 @@ class ReasoningFormat:
         return any(token in tags for token in tokens)
 
     def reader(self, tokenizer: PreTrainedTokenizerBase, prompt_end: str) -> ReasoningReader:
-        """Return a reader of one answer.
-
-        Args:
-            tokenizer: of the model.
-            prompt_end: the end of the prompt as text, which may have opened the reasoning.
-        """
+        """Return a reader of one answer; the end of its prompt may have opened the reasoning."""
         if self.opening is not None:
             prompt_end = self.opening if prompt_end.rstrip().endswith(self.opening) else ""
         return ReasoningReader(tokenizer.get_response_parser(dict(self.response_template), prefix=prompt_end))
@@ -99,8 +92,7 @@ class ReasoningFormat:
 class ReasoningReader:
     """Separates the reasoning of one streamed answer from its text, without the tags and the whitespace beside them.
 
-    Args:
-        parser: a `ResponseParser` of transformers, which has read the end of the prompt.
+    The parser is a `ResponseParser` of transformers, which has read the end of the prompt.
     """
 
     def __init__(self, parser: Any) -> None:
@@ -148,7 +140,6 @@ def _reasoning_part(response_template: Any) -> dict[str, Any] | None:
 
 
 def _is_valid(tokenizer: PreTrainedTokenizerBase, response_template: dict[str, Any]) -> bool:
-    """Return whether transformers takes a response template, which comes with a model's files."""
     try:
         tokenizer.get_response_parser(response_template, prefix="")
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -248,7 +239,7 @@ class ResponseFormat:
         return self.schema is not None or bool(self.required_tools)
 
     def with_schema_hint(self, question: str) -> str:
-        """Return a question, followed by the schema that the answer must follow, if there is one with properties."""
+        """Add the schema that the answer must follow to a question, if there is one with properties."""
         if self.schema is None or "properties" not in self.schema:
             return question
         return f"{question}\n\nAnswer with JSON that follows this schema: {json.dumps(self.schema)}"
@@ -300,12 +291,7 @@ class ResponseSyntax:
 
 
 class ResponseReader:
-    """Separates the text of one streamed answer from its reasoning and its tool calls.
-
-    Args:
-        tokenizer: of the model.
-        response_format: of the answer, whose `sampling` gave the settings of the answer.
-        prompt: of the answer; its end may open the reasoning.
+    """Separates the text of one streamed answer from its reasoning, which the prompt may open, and its tool calls.
 
     Raises:
         UnsupportedModel: if there are tools and the model's syntax of tool calls is unknown.
@@ -345,7 +331,6 @@ class ResponseReader:
         return rest, replace(response, reasoning=self._reasoning)
 
     def _add(self, piece: Delta) -> Delta:
-        """Add text and reasoning; return the reasoning, and the text that is certain now."""
         self._text += self._hidden.sub("", piece.text)
         reasoning = self._hidden.sub("", piece.reasoning)
         self._reasoning += reasoning

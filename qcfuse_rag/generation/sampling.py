@@ -61,11 +61,7 @@ def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Constraint:
-    """The state of one answer in its grammar.
-
-    Args:
-        vocabulary: of the model, see `LanguageModel.grammar_vocabulary`.
-        grammar: in llguidance's variant of Lark.
+    """The state of one answer in its grammar, in llguidance's variant of Lark.
 
     Raises:
         InvalidGrammar: if the grammar is invalid, or its schema has a feature that llguidance does not support.
@@ -104,10 +100,6 @@ MIN_TEMPERATURE = 0.01
 class Sampler:
     """Samples the tokens of one answer; holds the state of random numbers and grammar.
 
-    Args:
-        params: the settings.
-        lm: the model.
-
     Raises:
         InvalidGrammar: if the grammar cannot be followed.
         QCFuseError: if there is a grammar and llguidance is not installed, or `logit_bias` names an id outside of
@@ -140,13 +132,7 @@ class Sampler:
                 self._warpers.append(MinPLogitsWarper(params.min_p))
 
     def __call__(self, logits: Tensor, prompt: Sequence[int] = (), answer: Sequence[int] = ()) -> int:
-        """Choose a token.
-
-        Args:
-            logits: `[vocabulary]` float32.
-            prompt: token ids of the prompt, for the repetition penalty.
-            answer: token ids of the answer so far, for all penalties.
-        """
+        """Choose a token from `[vocabulary]` float32 logits; penalties need the ids of prompt and answer so far."""
         if self._params.adjusts_logits:
             logits = self._adjust(logits, prompt, answer)
         if self._constraint is None:

@@ -53,15 +53,9 @@ class ParsedResponse:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallParser:
-    """One syntax of tool calls.
+    """One syntax of tool calls, of models whose chat templates have `template_marker`.
 
-    Attributes:
-        template_marker: a string in the chat templates of models that use this syntax.
-        start_tag: text before a call, or before a list of calls.
-        end_tag: text after a call.
-        arguments_key: the key of a call's arguments.
-        is_list: calls are in one list.
-        is_bare: a call is written without its start tag.
+    The start tag stands before a call or a list of calls; a bare call is written without it.
     """
 
     template_marker: str
@@ -72,39 +66,26 @@ class ToolCallParser:
     is_bare: bool = False
 
     def parse(self, text: str, tools: Sequence[Tool]) -> ParsedResponse:
-        """Parse an answer.
-
-        Args:
-            text: the answer with its special tokens.
-            tools: the tools that the model could call.
-        """
+        """Parse an answer with its special tokens; the tools are those that the model could call."""
         content, *pieces = text.split(self.start_tag)
         if not pieces:
             return self._parse_untagged(text, tools)
-        calls: list[ToolCall] = []
-        broken: list[BrokenCall] = []
+        calls: list[ToolCall | BrokenCall] = []
         text_after_calls = ""
         for piece in pieces:
             try:
                 data, stop = json.JSONDecoder().raw_decode(piece.lstrip())
             except (ValueError, RecursionError) as error:  # also of long numbers and deep nesting
-                broken.append(BrokenCall(piece.strip(), f"not JSON: {error}"))
+                calls.append(BrokenCall(piece.strip(), f"not JSON: {error}"))
                 continue
-            for item in data if isinstance(data, list) else [data]:
-                call = self._call(item, tools)
-                if isinstance(call, ToolCall):
-                    calls.append(call)
-                else:
-                    broken.append(call)
+            calls += [self._call(item, tools) for item in (data if isinstance(data, list) else [data])]
             text_after_calls += piece.lstrip()[stop:].lstrip().removeprefix(self.end_tag).strip()
         content = content + text_after_calls if text_after_calls else content.rstrip()
-        return ParsedResponse(content, tuple(calls), tuple(broken))
+        valid = tuple(call for call in calls if isinstance(call, ToolCall))
+        return ParsedResponse(content, valid, tuple(call for call in calls if isinstance(call, BrokenCall)))
 
     def _parse_untagged(self, text: str, tools: Sequence[Tool]) -> ParsedResponse:
-        """Parse an answer without a start tag: small models forget the tag, and Llama 3 was not trained on one.
-
-        The answer is a call only if all of it is JSON that calls the tools, with or without a code fence.
-        """
+        # Small models forget the tag, and Llama 3 was not trained on one. All of the answer has to be JSON.
         try:
             data = json.loads(CODE_FENCE.sub("", text))
         except (ValueError, RecursionError):
@@ -194,7 +175,6 @@ def tool_call_parser(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) 
 
 
 def _redirect_references(schema: Any, new_names: Mapping[str, str]) -> Any:
-    """Return a schema whose references point to definitions under their new names."""
     if isinstance(schema, list):
         return [_redirect_references(item, new_names) for item in schema]
     if not isinstance(schema, Mapping):

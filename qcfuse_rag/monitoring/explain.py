@@ -91,17 +91,9 @@ def explain_prefill(
 ) -> dict[str, Any]:
     """Return what `explain_html` shows as JSON-compatible data.
 
-    Args:
-        tokenizer: of the model.
-        prompt: the prompt.
-        report: of its prefill.
-        scores: `[T]`, the method's score of each token; None for methods without scores.
-        origins: the passages' documents, in the order of the prompt; passages without one are numbered only.
-
-    Returns:
-        `sections` has an entry for each segment: `heading`, `tokens`, `status`, the share of the scores (`probed`),
-        and its text as `pieces` of `[outcome, text]`, where an outcome is `reused`, `recomputed` or `computed`. The
-        other fields are about the whole prompt.
+    `sections` has an entry for each segment: `heading`, `tokens`, `status`, the share of the scores (`probed`), and its
+    text as `pieces` of `[outcome, text]`, where an outcome is `reused`, `recomputed` or `computed`. The other fields
+    are about the whole prompt.
     """
     return _Explanation(tokenizer, prompt, report, scores, tuple(origins)).to_dict()
 
@@ -177,7 +169,6 @@ class _Explanation:
         return f"Passage {place + 1}: {origin.source}" + (f", “{origin.title}”" if origin.title else "")
 
     def _status(self, span: Span, lookup: Lookup | None, selected: frozenset[int]) -> str:
-        """Say in a sentence how a segment was computed."""
         if span.stop <= self.report.prefix_tokens:
             return "Reused from an earlier request that began with the same text."
         if lookup is None:
@@ -194,7 +185,6 @@ class _Explanation:
         return "Reused as stored; nothing was recomputed."
 
     def _score_shares(self) -> dict[int, float]:
-        """Return each reused passage's share of the scores, by the passage's position."""
         if self.scores is None:
             return {}
         hits = {lookup.start for lookup in self.report.lookups if lookup.hit}
@@ -205,27 +195,16 @@ class _Explanation:
 
     def _stretches(self, span: Span, selected: frozenset[int]) -> list[Stretch]:
         """Return a passage's recomputed stretches, those with the highest score first, else in their order."""
-        runs: list[list[int]] = []
-        for position in range(span.start, span.stop):
-            if position not in selected:
-                continue
-            if runs and runs[-1][-1] == position - 1:
-                runs[-1].append(position)
-            else:
-                runs.append([position])
+        grouped = groupby(range(span.start, span.stop), key=selected.__contains__)
+        runs = [list(run) for is_selected, run in grouped if is_selected]
         scores, choice = self.scores, choice_of(self.report.method)
         if scores is None or choice.score is None:
             return [Stretch(self._excerpt(span, run), _count(run)) for run in runs]
         average = float(scores[span.start : span.stop].mean())
         strength = {run[0]: float(scores[run].max()) / average if average > 0 else 0.0 for run in runs}
         runs.sort(key=lambda run: -strength[run[0]])
-        return [
-            Stretch(
-                self._excerpt(span, run),
-                f"{_count(run)}; {choice.score} up to {strength[run[0]]:.1f} times the average here",
-            )
-            for run in runs
-        ]
+        why = f"{choice.score} up to {{:.1f}} times the average here"
+        return [Stretch(self._excerpt(span, run), f"{_count(run)}; {why.format(strength[run[0]])}") for run in runs]
 
     def _excerpt(self, span: Span, run: list[int]) -> str:
         text = " ".join(self.tokenizer.decode([span.segment.ids[position - span.start] for position in run]).split())

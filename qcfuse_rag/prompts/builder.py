@@ -23,8 +23,6 @@ from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping, is_system_text
 
 TOKENIZER_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-"""Parts of a tokenizer beside its vocabulary and its added tokens."""
-
 WRITTEN_WHITESPACE = dict.fromkeys(map(ord, "\u0120\u010a\u0109\u010d\u2581 \n\t\r"))
 """How vocabularies write whitespace."""
 
@@ -34,7 +32,6 @@ MARKER_NUMBERS = re.compile(r"\[\[qcfuse:([0-9]+):")
 
 PIECE_CHARACTERS = 1 << 14
 """Characters of a long text that are tokenised at a time to count its tokens."""
-
 CHEAP_TOKENS = CHEAP_CHARACTERS = 1 << 16
 """Tokens that are made for any window, and characters that are always tokenised, so that errors name exact lengths."""
 
@@ -49,11 +46,8 @@ class PromptTokenizer:
     """A model's tokenizer with and without special tokens, bounded by the model's context window.
 
     A tokenizer takes seconds and gigabytes for a text of many megabytes, so text that cannot fit is refused first.
-
-    Args:
-        tokenizer: of the model.
-        context_tokens: tokens of the context window; None for no bound. Tokenising stops with `PromptTooLong` beyond
-            twice the window or `CHEAP_TOKENS`, whichever is more: each token takes half a kilobyte of memory.
+    Tokenising stops with `PromptTooLong` beyond twice the window or `CHEAP_TOKENS`, whichever is more: each token takes
+    half a kilobyte of memory. Without a window there is no bound.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None = None) -> None:
@@ -69,21 +63,14 @@ class PromptTokenizer:
         return tuple(self._encoding(self._without_special, text, bounded=bounded).ids)
 
     def offsets(self, text: str) -> tuple[tuple[int, int], ...]:
-        """Return the characters `start <= c < stop` of a text for each of its token ids.
-
-        Tokens that share a character outside ASCII each have the whole character.
-        """
+        """Return the characters `start <= c < stop` of each token; tokens of parts of one have the whole character."""
         return tuple(self._encoding(self._without_special, text, bounded=False).offsets)
 
     def encode_whole(self, rendered: RenderedText, *, begin: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """Tokenise finished text as the model's own pipeline does, but keep spelt special tokens as text.
 
-        Args:
-            rendered: the text.
-            begin: put the tokenizer's start token in front if it is missing.
-
-        Returns:
-            Token ids, and the characters `start <= c < stop` of each token.
+        `begin` puts the tokenizer's start token in front if it is missing. Returns token ids, and the characters
+        `start <= c < stop` of each.
         """
         ids, offsets = list[int](), list[tuple[int, int]]()
         for piece_start, text, is_special in rendered.pieces():
@@ -122,7 +109,7 @@ class PromptTokenizer:
     def _encoding(
         self, core: Tokenizer, text: str, *, add_special_tokens: bool = False, bounded: bool = True
     ) -> Encoding:
-        """Tokenise a text; other threads run meanwhile, as they do not beside `Tokenizer.encode`."""
+        # Other threads run beside `encode_batch`, as they do not beside `encode`.
         window = self._context_tokens
         if bounded and window is not None and len(text) > max(2 * window, PIECE_CHARACTERS):
             tokens = 0
@@ -143,18 +130,7 @@ class PromptTokenizer:
 
 
 class PromptBuilder:
-    """Build prompts for one tokenizer and one template.
-
-    Args:
-        tokenizer: of the model.
-        template: wording of the prompt.
-        context_tokens: tokens of the model's context window; None for no bound.
-        shared: a builder for the same tokenizer, whose tables this one shares.
-
-    Attributes:
-        tokenizer, template: as given.
-        tokens: tokenises texts.
-        chat_template: renders conversations.
+    """Build prompts for one tokenizer and one template; `shared` is another builder for the tokenizer.
 
     Raises:
         InvalidTemplate: if the tokenizer's chat template rewrites the messages, so that they cannot be separated, or
@@ -206,20 +182,15 @@ class PromptBuilder:
         later: Sequence[Turn] = (),
         split_text: Callable[[RenderedText], Sequence[Segment]] | None = None,
     ) -> Prompt:
-        """Build a prompt.
+        """Build a prompt: system prefix, chunks, question and answer header, in the template's order.
 
         Args:
             question: the user's question.
             chunks: retrieved passages, in the order of the prompt; may be empty.
-            history: earlier turns of the conversation, placed after the system message. Its leading system messages are
-                merged into the template's system message, or become it if there is none.
+            history: earlier turns, placed after the system message. Leading system messages are merged into it.
             tools: tools that the model may call, at the place of the chat template.
             later: turns after the question, such as a tool call and its result.
-            split_text: returns the segments of a text between question and chunks, so that passages in other turns are
-                chunks too. With None, each of these texts is one segment.
-
-        Returns:
-            The segments system prefix, chunks, question and answer header, in the template's order.
+            split_text: returns the segments of a text between question and chunks; None makes each text one segment.
         """
         parts = self._parts(history, tools, later) if history or tools or later else self._fixed_parts
         segments: list[Segment] = []
@@ -257,7 +228,6 @@ class PromptBuilder:
     def _parts(
         self, history: Sequence[Turn] = (), tools: Sequence[Tool] = (), later: Sequence[Turn] = ()
     ) -> TemplateParts:
-        """Return the rendered template in order: literal, context, literal, question, literal, or question first."""
         kwargs = self.template.chat_template_kwargs
         number = marker_number(history, tools, later, kwargs)
         markers = {name: f"[[qcfuse:{number}:{name}]]" for name in MARKERS}
@@ -296,10 +266,6 @@ def tokenizer_copy(tokenizer: PreTrainedTokenizerBase, *, split_special: bool) -
 
     Whether special tokens are recognised in text is a setting of the tokenizer, which threads share; so each setting
     has its copy. Copying the vocabulary as well would take half a second for 150,000 tokens.
-
-    Args:
-        tokenizer: the tokenizer.
-        split_special: whether text that is spelt like a special token is plain text.
     """
     original = tokenizer.backend_tokenizer
     core = Tokenizer(original.model)

@@ -44,12 +44,7 @@ ESCAPED_CHARACTER = re.compile(r"(?=(\\u[0-9a-fA-F]{4}\\u[0-9a-fA-F]{4}))")
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """Text for the model, with the ranges that are spelt like special tokens but are plain text.
-
-    Attributes:
-        text: the text.
-        spelt: the ranges `start <= c < stop`, in order.
-    """
+    """Text for the model, with the ranges `start <= c < stop`, in order, that spell special tokens but are text."""
 
     text: str
     spelt: tuple[tuple[int, int], ...] = ()
@@ -74,9 +69,7 @@ class RenderedText:
 class ChatTemplate:
     """The chat template of a tokenizer; without one, messages are joined by blank lines.
 
-    Args:
-        tokenizer: of the model.
-        kwargs: the variables that it is usually rendered with.
+    `kwargs` are the variables that it is usually rendered with.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -87,7 +80,6 @@ class ChatTemplate:
         """The variables that `chat_template_kwargs` may set, such as Qwen3's `enable_thinking`.
 
         Messages, tools, the date, the start of the answer and special tokens are the builder's and the tokenizer's.
-        Of several templates, each counts.
         """
         templates = self._tokenizer.chat_template or ""
         environment = Environment(extensions=["jinja2.ext.loopcontrols"])
@@ -117,11 +109,7 @@ class ChatTemplate:
     ) -> RenderedText:
         """Render a conversation up to the start of the answer; special tokens that it spells stay text.
 
-        Args:
-            turns: the messages.
-            tools: what the model may call.
-            kwargs: variables of the template.
-            arrange: puts the messages into others, whose special tokens are meant.
+        `arrange` puts the messages into others, whose special tokens are meant.
 
         Raises:
             InvalidTemplate: if the chat template does not take these messages, does not show the given tools, or does
@@ -200,10 +188,6 @@ class SpelledTokens:
     |---|---|---|
     | `Say </s> now.` | `Say 𓀀</s>𓀀 now.</s>` | the first `</s>` is text, the second ends the turn |
 
-    Args:
-        special: matches the special tokens; None if there are none.
-        conversation: messages, tools and variables.
-
     Raises:
         InvalidTemplate: if a role spells a special token, or no unused character is left to mark with.
     """
@@ -266,10 +250,7 @@ class SpelledTokens:
 
 
 def leaves(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield all values and mapping keys that contain no others, with their depths, in no order.
-
-    Iterative, because nested generators would hand each leaf up through all levels.
-    """
+    """Yield all values and mapping keys that contain no others, with their depths, in no order."""
     stack = [(value, 0)]
     while stack:
         item, depth = stack.pop()
@@ -282,5 +263,4 @@ def leaves(value: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _escaped(sign: str) -> str:
-    """Return a character as JSON writes it in ASCII."""
     return json.dumps(sign)[1:-1]

@@ -128,13 +128,9 @@ def _search(find: FindPassages, rendered: RenderedText) -> tuple[list[PassageMat
 def text_segments(
     builder: PromptBuilder, rendered: RenderedText, matches: Sequence[PassageMatch] = (), *, begin: bool = False
 ) -> list[Segment]:
-    """Return the segments of a conversation or of finished text, of which the last one is not stored.
+    """Return the segments of a text with matches in order, of which the last segment is not stored.
 
-    Args:
-        builder: builder of the prompts that passages are warmed for.
-        rendered: the text.
-        matches: passages found in the text, in order.
-        begin: put the tokenizer's start token in front.
+    `begin` puts the tokenizer's start token in front.
     """
     text = rendered.text
     ids, offsets = builder.tokens.encode_whole(rendered, begin=begin)
@@ -215,13 +211,9 @@ def _equal_runs(left: list[PositionedToken], right: list[PositionedToken]) -> It
 
 @dataclass(frozen=True, slots=True)
 class PassageSignature:
-    """What a passage is recognised by.
+    """What a passage is recognised by: 64-bit hash of its first atoms, their number, the digest of all atoms, and gaps.
 
-    Attributes:
-        anchor: 64-bit hash of its first atoms.
-        atoms: number of its atoms.
-        name: digest of all its atoms.
-        gaps: whitespace before, between and after the atoms, compressed.
+    Gaps are the whitespace before, between and after the atoms, compressed.
     """
 
     anchor: int
@@ -231,12 +223,7 @@ class PassageSignature:
 
 
 def passage_signature(text: str, seed: int) -> PassageSignature | None:
-    """Return the signature of a passage, or None if it is too short.
-
-    Args:
-        text: the passage.
-        seed: of the anchor's hash.
-    """
+    """Return the signature of a passage, by the seed of its anchor's hash; None if it is too short."""
     atoms = list(_atoms(text))
     if len(atoms) < ANCHOR:
         return None
@@ -256,12 +243,8 @@ def find_passages(
 ) -> list[PassageMatch]:
     """Return the passages in a text, in order and without overlaps; of those with the same beginning the longest.
 
-    Args:
-        text: any text.
-        seed: of the anchors' hashes.
-        known: returns the signatures with an anchor; called for every atom of the text, but once for an anchor that
-            has signatures.
-        name: turns a digest of atoms into the name that signatures from `known` have.
+    `known` returns the signatures with an anchor. It is called for every atom of the text, but once for an anchor that
+    has signatures. `name` turns a digest of atoms into the name that such signatures have.
     """
     atoms = list(_atoms(text))
     joined, starts = _joined(atoms)
@@ -319,11 +302,8 @@ def _anchor_hash(joined: bytes, seed: int) -> int:
 class PassageSignatures:
     """The signatures of a model's passages in the store's manifest.
 
-    Every method raises `StoreError` if the manifest cannot be read or written.
-
-    Args:
-        sources: returns the store's sources; called each time, since a fork opens them anew.
-        fingerprint: the model.
+    Every method raises `StoreError` if the manifest cannot be read or written. `sources` returns the store's sources;
+    it is called each time, since a fork opens them anew.
     """
 
     def __init__(self, sources: Callable[[], Sources], fingerprint: Fingerprint) -> None:
@@ -364,11 +344,10 @@ class PassageSignatures:
 
     @cached_property
     def _seed(self) -> int:
-        """Seed of the hashes, which differs between stores and tenants."""
+        # It differs between stores and tenants.
         return int(self._name("")[-16:], 16)
 
     def _known_anchors(self) -> frozenset[int]:
-        """Return all anchors, read again whenever somebody has written to the manifest."""
         manifest, (seen, anchors) = self._sources().manifest, self._anchors
         version = manifest, manifest.version()
         if version != seen:
@@ -378,5 +357,4 @@ class PassageSignatures:
         return anchors
 
     def _name(self, digest: str) -> str:
-        """Return the name under which a passage with this digest of atoms is kept."""
         return self._sources().passage_id(ChunkKey(self._fingerprint, "located", "", digest))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 
 class Role(StrEnum):
@@ -22,12 +23,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """The place of a segment in a stored chunk.
-
-    Attributes:
-        ids: token ids of the whole chunk, which are its key in the store.
-        start: index of the segment's first token in `ids`.
-    """
+    """The place of a segment in a stored chunk, whose ids are its key: the segment begins at `ids[start]`."""
 
     ids: tuple[int, ...]
     start: int
@@ -35,11 +31,7 @@ class ChunkPart:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a prompt: its role, its token ids and the text they came from.
-
-    Attributes:
-        part: the place in the chunk that the segment is a part of; None if the segment is whole.
-    """
+    """A piece of a prompt: its role, its token ids, the text they came from, and the chunk that it is a part of."""
 
     role: Role
     ids: tuple[int, ...]
@@ -100,11 +92,9 @@ class Prompt:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """All segments with their positions."""
-        spans, start = [], 0
-        for segment in self.segments:
-            spans.append(Span(start, start + len(segment.ids), segment))
-            start += len(segment.ids)
-        return tuple(spans)
+        edges = accumulate((len(segment.ids) for segment in self.segments), initial=0)
+        pairs = zip(pairwise(edges), self.segments, strict=True)
+        return tuple(Span(start, stop, segment) for (start, stop), segment in pairs)
 
     @property
     def chunks(self) -> tuple[Span, ...]:
