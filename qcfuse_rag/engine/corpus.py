@@ -73,11 +73,7 @@ class WarmSettings:
 class Corpus:
     """The passages that a store keeps for one model and one wording of the prompt.
 
-    Args:
-        lm: the model.
-        store: where passages' keys and values are kept.
-        prompts: the wording of prompts, whose system prefix passages are prefilled behind.
-        method: whose bases passages are stored under by default.
+    They are prefilled behind the wording's system prefix, by default under the method's bases.
     """
 
     def __init__(self, lm: LanguageModel, store: KVStore, prompts: PromptBuilder, method: Method) -> None:
@@ -107,7 +103,7 @@ class Corpus:
             ValueError: if there are not as many sources or priorities as passages.
         """
         given, texts = WarmSettings(**options), list(texts)
-        bases = self._bases_of(given)
+        bases = self.bases if given.bases is None else tuple(given.bases)
         chunks = [self._prompts.chunk_ids(text) for text in texts]
         sources_of = [None] * len(chunks) if given.sources is None else list(given.sources)
         if len(sources_of) != len(chunks):
@@ -130,7 +126,7 @@ class Corpus:
         def confirm(keys: Sequence[ChunkKey]) -> None:
             self.open_sources().discard_unowned(key for key in keys if key in owned_keys)
 
-        summary = self._job(chunks, given, confirm).run(given.progress, given.workers)
+        summary = self._job(chunks, bases, given, confirm).run(given.progress, given.workers)
         for source, keys in owned.items():
             self.open_sources().confirm(source, keys, replace=given.replace)
         left = {source: self.open_sources().addresses(source) for source in owned}
@@ -145,24 +141,21 @@ class Corpus:
         return summary
 
     def warm_job(self, chunks: Iterable[tuple[int, ...]], **options: Any) -> WarmJob:
-        """Return a job that can be planned before it is run.
+        """Return a job over passages' token ids that can be planned before it is run.
 
-        Args:
-            chunks: the passages' token ids, see `PromptBuilder.chunk_ids`.
-            **options: fields of `WarmSettings`; `sources`, `replace` and `access` have no effect.
+        The options are fields of `WarmSettings`; `sources`, `replace` and `access` have no effect.
         """
-        return self._job(chunks, WarmSettings(**options))
-
-    def _bases_of(self, options: WarmSettings) -> tuple[Base, ...]:
-        return self.bases if options.bases is None else tuple(options.bases)
+        given = WarmSettings(**options)
+        return self._job(chunks, self.bases if given.bases is None else tuple(given.bases), given)
 
     def _job(
         self,
         chunks: Iterable[tuple[int, ...]],
+        bases: tuple[Base, ...],
         options: WarmSettings,
         confirm: Callable[[Sequence[ChunkKey]], None] | None = None,
     ) -> WarmJob:
-        others, bases = [self._prompts.chunk_ids(text) for text in options.others], self._bases_of(options)
+        others = [self._prompts.chunk_ids(text) for text in options.others]
         return WarmJob(
             self._target,
             chunks,
@@ -195,7 +188,15 @@ class Corpus:
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Start bringing passages into the store's nearest tier; returns at once."""
-        self._store.prefetch(self._keys_of(texts))
+        bases = self._method.bases
+        # A prompt's first passage may be read under any of the bases, the others under the method's own.
+        self._store.prefetch(
+            [
+                key
+                for index, text in enumerate(texts)
+                for key in self.keys(self._prompts.chunk_ids(text), bases if index == 0 else bases[:1])
+            ]
+        )
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
         """Return the keys of a passage's token ids, one for each base; none for an empty passage."""
@@ -222,11 +223,7 @@ class Corpus:
         return PassageSignatures(self.open_sources, self._lm.fingerprint)
 
     def evict_removed(self) -> bool:
-        """Drop the entries that were removed from the store, by whichever process, as noted in its manifest.
-
-        Returns:
-            Whether there were any since the last call.
-        """
+        """Drop the entries that any process has removed since the last call; return whether there were any."""
         removed: list[str] = []
         with suppress(StoreError):  # nothing is known then; chunks are still checked when they are read
             self._followed, removed = self.open_sources().garbage.removed_since(self._followed)
@@ -247,15 +244,6 @@ class Corpus:
             if warmed:  # a library that cannot be written and is warm already stays as it is
                 raise
 
-    def _keys_of(self, texts: Iterable[str]) -> list[ChunkKey]:
-        bases = self._method.bases
-        # A prompt's first passage may be read under any of the bases, the others under the method's own.
-        return [
-            key
-            for index, text in enumerate(texts)
-            for key in self.keys(self._prompts.chunk_ids(text), bases if index == 0 else bases[:1])
-        ]
-
 
 MIN_TOKENS = 16
 """Fewest tokens of a system prefix that are worth a read from the store."""
@@ -266,27 +254,17 @@ MAX_ABSENT = 1024
 
 
 class SystemPrefixes:
-    """The system prefixes of conversations that a store keeps for one model.
-
-    Args:
-        lm: the model.
-        store: where keys and values are kept.
-    """
+    """The system prefixes of conversations that a store keeps for one model."""
 
     def __init__(self, lm: LanguageModel, store: KVStore) -> None:
         self._target = PrefillTarget(lm, store, ())
         self._absent: dict[str, float] = {}
 
     def warm(self, builder: PromptBuilder, system: str | None = None, tools: Sequence[Tool] = ()) -> WarmSummary:
-        """Prefill the system prefix of a system message and tools.
+        """Prefill the system prefix of a system message, if there is one, and tools.
 
         It is stored for conversations as they are, and for conversations beside which passages are given: there the
         prompt template's system message comes first.
-
-        Args:
-            builder: of the prompts.
-            system: the system message; None if there is none.
-            tools: tools that the model may call.
 
         Raises:
             InvalidTemplate: if the tokenizer's chat template does not take the system message, shows no tools, or does
@@ -304,14 +282,7 @@ class SystemPrefixes:
     def with_system_prefix(
         self, builder: PromptBuilder, prompt: Prompt, turns: Sequence[Turn], tools: Sequence[Tool]
     ) -> Prompt:
-        """Return a prompt whose first segment is its system prefix if that is stored.
-
-        Args:
-            builder: of the prompt.
-            prompt: the prompt.
-            turns: its messages, of which the leading system messages are read.
-            tools: its tools.
-        """
+        """Return a prompt whose first segment is its system prefix if that is stored; its messages are `turns`."""
         if prompt.segments[0].role is Role.SYSTEM_PREFIX:
             return prompt
         with suppress(InvalidTemplate):  # some chat templates take these messages only together with the others
@@ -321,7 +292,6 @@ class SystemPrefixes:
         return prompt
 
     def _is_stored(self, ids: tuple[int, ...]) -> bool:
-        """Return whether a system prefix is stored; one that was absent is not sought again for a while."""
         key, now = self._target.key(BLIND, ids), time.monotonic()
         if len(ids) < MIN_TOKENS or self._absent.get(key.address, 0.0) > now:
             return False
@@ -337,13 +307,11 @@ class SystemPrefixes:
 class SystemPrefix:
     """The tokens before the first message that is not the system's.
 
-    Attributes:
-        ids: token ids, empty if the chat template writes the beginning in another way for each conversation.
-        ends: for each token the number of characters up to its end.
+    There are none if the chat template writes the beginning in another way for each conversation.
     """
 
     ids: tuple[int, ...]
-    ends: tuple[int, ...]
+    ends: tuple[int, ...]  # for each token the number of characters up to its end
 
     def put_before(self, prompt: Prompt) -> Prompt:
         """Return a prompt of the same tokens whose first segment is this system prefix, as far as the tokens are equal.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.config import EngineConfig, VerdictPolicy, warn_caller
@@ -42,64 +42,10 @@ if TYPE_CHECKING:
     from qcfuse_rag.verification.watch import Shadow, ShadowSettings
 
 
-class OpenedParts(NamedTuple):
-    """The parts of an engine.
-
-    Attributes:
-        lm: the model.
-        store: the open store.
-        method: the method, with the ratio of a passing verdict if it leaves the choice to it.
-        verdict: the verdict that was found, or None.
-    """
-
-    lm: LanguageModel
-    store: KVStore
-    method: Method
-    verdict: Verdict | None
-
-
-def open_parts(
-    lm: LanguageModel,
-    store: str | Path | KVStore | None,
-    method: Method,
-    *,
-    check: bool,
-    policy: VerdictPolicy,
-) -> OpenedParts:
-    """Check a model, open its store, and find its verdict there; see `FusionEngine.load`.
-
-    A store that is opened here is closed if the method is not verified.
-
-    Raises:
-        UnsupportedModel: if the check fails.
-        StoreError: if the store cannot be opened.
-        Unverified: if a verdict is required and there is none that passed.
-    """
-    if check:
-        check_exact_once(lm)
-    opened = store if isinstance(store, KVStore) else open_store(store)
-    try:
-        verdict = require_verdict(lm, opened, method, policy)
-    except Unverified:
-        if not isinstance(store, KVStore):
-            opened.close()
-        raise
-    return OpenedParts(lm, opened, method if verdict is None else verdict.applied(method), verdict)
-
-
 def require_verdict(lm: LanguageModel, store: KVStore, method: Method, policy: VerdictPolicy) -> Verdict | None:
-    """Return the verdict on a model, a store and a method; warn or raise if the method did not pass.
+    """Return the verdict in a store's folder; without a passing one, warn, or raise `Unverified`, as the policy says.
 
     Full prefill needs no verdict. A store without a folder cannot keep a verdict, so there is no warning.
-
-    Args:
-        lm: the model.
-        store: the verdict is read from its folder.
-        method: the method.
-        policy: without a passing verdict, warn, raise an error, or do nothing.
-
-    Raises:
-        Unverified: if a passing verdict is required and absent.
     """
     verdict = find_verdict(lm, store, method)
     problem = verdict_problem(verdict, method)
@@ -186,18 +132,24 @@ class FusionEngine:
         config = replace(model, **options) if isinstance(model, EngineConfig) else EngineConfig(model=model, **options)
         template, chosen = config.wording, method if isinstance(method, Method) else config.chosen_method()
         lm = LanguageModel.load(config.model or default_model(), **config.load_options())
-        lm, opened, chosen, engine_verdict = open_parts(
-            lm, store or config.store, chosen, check=config.check, policy=config.verdict
-        )
+        if config.check:
+            check_exact_once(lm)
+        opened = store if isinstance(store, KVStore) else open_store(store or config.store)
+        try:
+            verdict = require_verdict(lm, opened, chosen, config.verdict)
+        except Unverified:
+            if opened is not store:
+                opened.close()
+            raise
         engine = cls(
             lm,
             opened,
             template=template,
-            method=chosen,
+            method=chosen if verdict is None else verdict.applied(chosen),
             load_limit_s=config.load_limit_s,
             prefix_bytes=config.prefix_bytes,
         )
-        engine.verdict = engine_verdict
+        engine.verdict = verdict
         if lm.device.type == "cuda" if config.compiled is None else config.compiled:
             engine.compile()
         return engine
@@ -207,10 +159,7 @@ class FusionEngine:
         return FusionEngine(self.lm, store, template=self.prompts.template, method=method)
 
     def warm(self, texts: Iterable[str], **options: Any) -> WarmSummary:
-        """Prefill passages into the store, leaving alone those that are there; see `Corpus.warm`.
-
-        The options are those of `WarmSettings`.
-        """
+        """Prefill passages into the store, leaving alone those that are there; see `Corpus.warm` and `WarmSettings`."""
         return self.corpus.warm(texts, **options)
 
     def warm_prefix(
@@ -340,7 +289,7 @@ class FusionEngine:
 
         Args:
             prompt: from `prompt`.
-            method: instead of the engine's own.
+            method: the engine's own by default.
             answer_tokens: tokens to reserve for the answer.
             part_rows: the most rows of a part; None for one part.
             prefixes: where to find the beginning of the prompt and to keep prompt and answer, which is done when the
@@ -379,11 +328,8 @@ class FusionEngine:
     ) -> TextStream:
         """Prefill now and return the answer as an iterator of pieces of text.
 
-        Args:
-            prompt: from `prompt`.
-            sampling: how to choose tokens; greedy by default.
-            method: instead of the engine's own.
-            cancel: set it, from any thread, to end the answer before its next token.
+        It is greedy, and by the engine's method, unless others are given. Set `cancel`, from any thread, to end it
+        before its next token.
 
         Raises:
             PromptTooLong: if prompt and answer exceed the context window.

@@ -39,9 +39,7 @@ SMALL_SHARE, LARGE_SHARE = 0.1, 0.9
 def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
     """Warm a passage, fuse prompts of it and decode two tokens, so that kernels are compiled and libraries initialised.
 
-    Args:
-        runner: runs the passes, over a store of its own with the same number format.
-        prompts: gives the system prefix and the tokens of the passage.
+    The runner's store is left alone.
     """
     runner = _over_a_passage(runner, prompts)
     for n_passages, question_tokens, ratio in _prompt_shapes(runner.lm):
@@ -71,15 +69,12 @@ def _method(ratio: float) -> Method:
 
 
 def _over_a_passage(runner: ModelRunner, prompts: PromptBuilder) -> ModelRunner:
-    """Return the runner over a store in memory that holds the system prefix and a passage."""
     lm, store, text = runner.lm, MemoryStore(numbers=runner.store.numbers), prompts.chunk_ids(PRIMER[0])
-    over = runner.with_store(store)
     WarmJob(PrefillTarget(lm, store, prompts.prefix_ids or text[:1]), [text[:TOKENS]], bases=(FRAMED,)).run()
-    return over
+    return runner.with_store(store)
 
 
 def _prompt(prompts: PromptBuilder, n_passages: int, question_tokens: int) -> Prompt:
-    """Return a prompt of the same passage several times and a question."""
     text = prompts.chunk_ids(PRIMER[0])
     prefix_ids = prompts.prefix_ids or text[:1]
     segments = [

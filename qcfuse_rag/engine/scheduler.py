@@ -27,7 +27,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from qcfuse_rag.background_thread import BackgroundThread
@@ -99,11 +98,7 @@ class RequestHandle(Iterator[str]):
         self._cancelled.set()
 
     def interrupt(self, error: Exception) -> None:
-        """End the answer although its reader did not ask for that; unless the answer is complete, it fails.
-
-        Args:
-            error: raised to the reader of an incomplete answer.
-        """
+        """End the answer although its reader did not ask for that; the reader of an incomplete one gets the error."""
         if not self._cancelled.is_set():
             self._interruption = error
         self._cancelled.set()
@@ -171,7 +166,6 @@ class RequestHandle(Iterator[str]):
             self.cancel()
 
     def _outcome(self) -> Generation:
-        """Return the finished answer, or raise the reason why there is none."""
         if self._error is not None:
             raise self._error
         complete = self.generation is not None and self.generation.finish_reason != "cancelled"
@@ -182,51 +176,36 @@ class RequestHandle(Iterator[str]):
         return self.generation
 
 
-class RunningRequest:
-    """The scheduler's side: the prefill of a request in parts, then its decoder.
-
-    Attributes:
-        prompt, params, method: as submitted.
-        handle: the reader's side.
-        rows_left: rows of the prompt that are still to be computed; predicted before the prefill begins.
-        part_rows: most rows of the next part of its prefill.
-        parts: number of parts of its prefill so far; the first one only loads, if there are several.
-    """
+class _RunningRequest:
+    """The scheduler's side: the prefill of a request in parts, then its decoder."""
 
     def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
         self.prompt, self.params, self.method = prompt, params, method
         self.handle = RequestHandle(prompt, params, method)
-        self.rows_left = len(prompt)
-        self.part_rows = self.parts = 0
+        self.rows_left = len(prompt)  # still to be computed; predicted before the prefill begins
+        self.part_rows = 0  # most rows of the next part of its prefill
+        self.parts = 0  # so far; the first one only loads, if there are several
         self._context = contextvars.copy_context()  # the caller's, so that traces are connected
-        self._prefill: Parts[Prefilled] | None = None
+        self.prefill: Parts[Prefilled] | None = None
         self._sampler = Sampler(params, lm)
         self._started = 0.0
 
     @property
     def tokens(self) -> int:
-        """Tokens of its buffer: prompt and longest answer."""
         return len(self.prompt) + self.params.max_new_tokens
 
     @property
     def decoder(self) -> Decoder:
-        """The state of the running answer."""
         assert self.handle.decoder is not None
         return self.handle.decoder
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended."""
         return self.handle.is_finished
 
     @property
     def begun(self) -> bool:
-        """Whether its prefill has begun."""
-        return self._prefill is not None
-
-    def begin(self, prefill: Parts[Prefilled]) -> None:
-        """Take the prefill of its prompt, of which nothing is computed yet."""
-        self._prefill = prefill
+        return self.prefill is not None
 
     def end_if_cancelled(self) -> bool:
         """End the request if it was cancelled; return whether it has ended."""
@@ -236,10 +215,10 @@ class RunningRequest:
 
     def compute_part(self, runner: ModelRunner) -> bool:
         """Compute a part of the prompt; after the last one begin to decode, and return True."""
-        assert self._prefill is not None
+        assert self.prefill is not None
         self.parts += 1
         try:
-            self.rows_left = self._context.run(next, self._prefill)
+            self.rows_left = self._context.run(next, self.prefill)
         except StopIteration as finished:
             prefilled: Prefilled = finished.value
             self.handle.report, self.handle.scores = prefilled.report, prefilled.scores
@@ -265,8 +244,8 @@ class RunningRequest:
         self._end(error)
 
     def _end(self, error: Exception | None = None) -> None:
-        if self._prefill is not None:
-            self._context.run(self._prefill.close)  # frees the buffer of an unfinished one
+        if self.prefill is not None:
+            self._context.run(self.prefill.close)  # frees the buffer of an unfinished one
         generation = None
         if self.handle.decoder is not None and error is None:
             self.handle.put(self.decoder.completion.finish())
@@ -330,9 +309,9 @@ class Scheduler:
 
     def __init__(self, engine: FusionEngine, settings: SchedulerSettings | None = None) -> None:
         self._engine, self._settings = engine, settings or SchedulerSettings()
-        self._queue: list[RunningRequest] = []  # those that are not prefilled yet, in the order of submission
+        self._queue: list[_RunningRequest] = []  # those that are not prefilled yet, in the order of submission
         self._parts, self._first_part_rows = 0, max(1, self._settings.rows // 2)
-        self._active: list[RunningRequest] = []
+        self._active: list[_RunningRequest] = []
         self._changed = threading.Condition()
         self._closed = False
         self._turn, self._saved_s = 0, 0.0
@@ -342,12 +321,7 @@ class Scheduler:
     def submit(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, method: Method | None = None
     ) -> RequestHandle:
-        """Queue a request; returns at once.
-
-        Args:
-            prompt: from the engine's `prompt`.
-            sampling: how to choose tokens; greedy by default.
-            method: instead of the engine's own.
+        """Queue a prompt, to be answered greedily by the engine's method unless others are given; returns at once.
 
         Raises:
             Busy: if the queue is full.
@@ -356,7 +330,7 @@ class Scheduler:
         """
         params = sampling or SamplingParams()
         check_window(self._engine.lm, prompt, params.max_new_tokens)
-        request = RunningRequest(self._engine.lm, prompt, params, method)
+        request = _RunningRequest(self._engine.lm, prompt, params, method)
         request.rows_left = self._engine.predict_rows(prompt, method)
         with self._changed:
             if self._closed:
@@ -408,9 +382,7 @@ class Scheduler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         self.close(drain=kind is None)
 
     def _run(self) -> None:
@@ -430,7 +402,7 @@ class Scheduler:
                 if not self._active:
                     break
 
-    def _next(self) -> RunningRequest | None:
+    def _next(self) -> _RunningRequest | None:
         """Choose the request to prefill a part of; None if the limits allow none.
 
         Every `overtaken`-th part is the oldest request's. If it has no room then, no other request begins before it.
@@ -450,14 +422,12 @@ class Scheduler:
             self._begin(chosen)
         return chosen
 
-    def _has_room(self, request: RunningRequest) -> bool:
-        """Return whether the limits allow to begin a request."""
+    def _has_room(self, request: _RunningRequest) -> bool:
         begun = [*self._active, *(queued for queued in self._queue if queued.begun)]
-        if not begun or self._settings.kv_bytes is None:
-            return len(begun) < self._settings.active
         tokens = sum(other.tokens for other in begun) + request.tokens
-        kv_bytes = tokens * self._engine.lm.kv_bytes_per_token
-        return len(begun) < self._settings.active and kv_bytes <= self._settings.kv_bytes
+        limit = self._settings.kv_bytes
+        fits = not begun or limit is None or tokens * self._engine.lm.kv_bytes_per_token <= limit
+        return fits and len(begun) < self._settings.active
 
     def _short_waits(self) -> bool:
         """Return whether a request that needs one part could begin."""
@@ -467,28 +437,23 @@ class Scheduler:
                 for request in self._queue
             )
 
-    def _begin(self, request: RunningRequest) -> None:
-        """Prepare the prefill of a request; nothing is computed yet."""
+    def _begin(self, request: _RunningRequest) -> None:
         request.part_rows = self._first_part_rows
-        request.begin(
-            self._engine.prefill_in_parts(
-                request.prompt,
-                method=request.method,
-                answer_tokens=request.params.max_new_tokens,
-                part_rows=lambda: self._part_rows(request),
-                prefixes=self._engine.prefixes,
-            )
+        request.prefill = self._engine.prefill_in_parts(
+            request.prompt,
+            method=request.method,
+            answer_tokens=request.params.max_new_tokens,
+            part_rows=lambda: self._part_rows(request),
+            prefixes=self._engine.prefixes,
         )
 
-    def _part_rows(self, request: RunningRequest) -> int:
-        """Return the most rows of a request's next part."""
+    def _part_rows(self, request: _RunningRequest) -> int:
         if self._active:
             return min(request.part_rows, self._settings.rows)
         is_timed = request.parts > 1
         return max(request.part_rows, MIN_LONE_PART_ROWS) if is_timed else request.part_rows
 
-    def _compute_part(self, request: RunningRequest) -> None:
-        """Compute a part of a request's prefill, or all of a short one."""
+    def _compute_part(self, request: _RunningRequest) -> None:
         rows_left, began = request.rows_left, time.perf_counter()
         try:
             is_prefilled = request.compute_part(self._engine.runner)
@@ -506,16 +471,18 @@ class Scheduler:
                 self._first_part_rows = request.part_rows
 
     def _step(self) -> None:
-        """Choose the next token of every answer, and compute what comes next for those that continue."""
         continuing = [request for request in self._active if request.advance()]
         if len(continuing) == 1:
-            self._compute(continuing[0])  # heals in the pass of its step
+            try:
+                continuing[0].decoder.compute()  # heals in the pass of its step
+            except Exception as error:
+                continuing[0].fail(error)
         elif continuing:
             self._heal(continuing)
             self._decode([request for request in continuing if not request.finished and request.decoder.needs_step])
         self._active = [request for request in continuing if not request.finished]
 
-    def _decode(self, requests: list[RunningRequest]) -> None:
+    def _decode(self, requests: list[_RunningRequest]) -> None:
         """Compute a step together; if that fails, compute the steps one by one to find the failing request."""
         if not requests:
             return
@@ -536,14 +503,7 @@ class Scheduler:
         for decoder, request_logits in zip(decoders, logits, strict=True):
             decoder.take_logits(request_logits)
 
-    def _compute(self, request: RunningRequest) -> None:
-        """Compute the next pass of one request; an error ends the request."""
-        try:
-            request.decoder.compute()
-        except Exception as error:
-            request.fail(error)
-
-    def _heal(self, requests: list[RunningRequest]) -> None:
+    def _heal(self, requests: list[_RunningRequest]) -> None:
         """Heal one of several requests, in turns, by a pass between two steps.
 
         Answers that are held back come first; their passes make the others wait, as a prefill does. Another answer is
@@ -566,7 +526,7 @@ class Scheduler:
         except Exception as error:
             request.fail(error)
 
-    def _affordable_rows(self, request: RunningRequest) -> int:
+    def _affordable_rows(self, request: _RunningRequest) -> int:
         """Save up the time by which this step may be slower; return the rows of a pass if that pays for one, else 0.
 
         The pass has so many rows that they take about as long as reading the weights for them.
@@ -588,7 +548,7 @@ SETTINGS = SchedulerSettings(waiting=sys.maxsize)
 
 
 class EngineHandle:
-    """Answers any number of threads and event loops with one model.
+    """Answers any number of threads and event loops with one model, which is loaded on first use.
 
     Copies of a framework's object share the handle. After pickling, the object in the other process loads the model
     again by its own settings.
@@ -600,7 +560,6 @@ class EngineHandle:
 
     Attributes:
         wrapped: whether the engine was made by the caller, so that no other process can load it.
-        config: see the arguments.
     """
 
     def __init__(
@@ -651,8 +610,7 @@ class EngineHandle:
             return self._scheduler
 
     def _loaded(self) -> FusionEngine:
-        """Return the engine, loaded if it is not yet; the caller holds the lock."""
-        self._engine = self._engine or self._load()
+        self._engine = self._engine or self._load()  # the caller holds the lock
         return self._engine
 
     def for_config(self, config: EngineConfig) -> EngineHandle:
@@ -667,15 +625,7 @@ class EngineHandle:
         return EngineHandle.lazy(config) if changed else self
 
     def submit(self, request: AnswerRequest, *, method: Method | None = None) -> RequestHandle:
-        """Queue a request; returns at once, except for the first one, which loads the model.
-
-        Args:
-            request: builds the prompt and the sampling settings.
-            method: instead of the engine's own.
-
-        Raises:
-            QCFuseError: if loading the model fails; see also `Scheduler.submit`.
-        """
+        """Queue a request like `Scheduler.submit`; the first one loads the model, which may fail."""
         return self.scheduler.submit(*request(self.engine), method=method)
 
     async def asubmit(self, request: AnswerRequest) -> RequestHandle:
@@ -700,18 +650,13 @@ class EngineHandle:
             engine.close()
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Return itself: copies of a framework's object share the model."""
         return self
 
     def __copy__(self) -> Self:
-        """Return itself, as `__deepcopy__`."""
         return self
 
     def __reduce__(self) -> tuple[Callable[[bool], EngineHandle], tuple[bool]]:
-        """Pickle without the model: the owner in the other process says again how to load it.
-
-        A wrapped engine exists in its own process only, so the handle in the other process raises an error on use.
-        """
+        # Without the model: the owner in the other process says again how to load it, unless the engine is wrapped.
         return _without_engine, (self.wrapped,)
 
 

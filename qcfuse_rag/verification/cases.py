@@ -12,22 +12,17 @@ from __future__ import annotations
 import random
 import re
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.ingestion.similarity import nearest_chunks, token_vectors
-from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.backends.base import KVStore
-from qcfuse_rag.store.key import Base
+
+if TYPE_CHECKING:
+    from qcfuse_rag.engine.engine import FusionEngine
 
 PASSAGES_PER_CASE = 4
 """Passages in a prompt of `passage_cases`."""
@@ -77,46 +72,18 @@ CHAIN_QUESTION = (
 Count = Callable[[str], int]  # returns the number of tokens of a text
 
 
-class Engine(Protocol):
-    """What verification needs of a `FusionEngine`, which imports this package."""
-
-    lm: LanguageModel
-    store: KVStore
-    runner: ModelRunner
-    prompts: PromptBuilder
-
-    def over(self, store: KVStore, method: Method) -> Engine:
-        """Return an engine of the same model and wording over another store."""
-
-    def warm(self, texts: Iterable[str], *, bases: Iterable[Base] | None = None, others: Iterable[str] = ()) -> object:
-        """Prefill passages into the store; `others` may be their neighbours."""
-
-    def prompt(self, question: str, passages: Sequence[str] = ()) -> Prompt:
-        """Assemble a prompt."""
-
-    def prefill(self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0) -> Prefilled:
-        """Bring a prompt to its first token."""
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt on which a method's answer is compared with full prefill's.
-
-    Attributes:
-        question: the question.
-        passages: the retrieved passages.
-        max_new_tokens: tokens of the answer to compare.
-        expected: strings that a right answer contains; empty if they are not known.
-    """
+    """A prompt on which `max_new_tokens` of a method's answer are compared with full prefill's."""
 
     question: str
     passages: tuple[str, ...]
     max_new_tokens: int
-    expected: tuple[str, ...] = ()
+    expected: tuple[str, ...] = ()  # strings that a right answer contains; empty if they are not known
 
 
 def ruler_cases(
-    engine: Engine, task: str, size: int, tokens: int, texts: Sequence[str] = (), seed: int = 0
+    engine: FusionEngine, task: str, size: int, tokens: int, texts: Sequence[str] = (), seed: int = 0
 ) -> list[Case]:
     """Build cases of a RULER-style task in prompts of `tokens` tokens with the answer.
 
@@ -131,7 +98,7 @@ def ruler_cases(
     return generate(task, size, tokens=tokens, count=count, haystack=haystack, seed=seed, overhead_tokens=overhead)
 
 
-def passage_cases(engine: Engine, texts: Sequence[str], size: int) -> list[Case]:
+def passage_cases(engine: FusionEngine, texts: Sequence[str], size: int) -> list[Case]:
     """Build cases of passages that are likely to be retrieved together.
 
     The question is about the opening words of one of the passages. There is no known answer.
@@ -173,7 +140,7 @@ def generate(
     Raises:
         QCFuseError: if the needles alone exceed the target length; it names a length that fits every question.
     """
-    sentences = [sentence for text in haystack for sentence in split_sentences(text)]
+    sentences = [sentence for text in haystack for sentence in _split_sentences(text)]
     cases: list[Case] = []
     required_tokens = 0
     for number in range(size):
@@ -193,13 +160,11 @@ def generate(
     return cases
 
 
-def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences, after `.`, `!` and `?`."""
+def _split_sentences(text: str) -> list[str]:
     return [part for part in re.split(r"(?<=[.!?])\s+", " ".join(text.split())) if part]
 
 
-def passages_of(units: Sequence[str], separator: str, most_tokens: int, count: Count) -> tuple[str, ...]:
-    """Join units into passages of at most `most_tokens` tokens; a longer unit is one passage."""
+def _passages_of(units: Sequence[str], separator: str, most_tokens: int, count: Count) -> tuple[str, ...]:
     passages: list[list[str]] = [[]]
     used = 0
     for unit in units:
@@ -212,8 +177,7 @@ def passages_of(units: Sequence[str], separator: str, most_tokens: int, count: C
     return tuple(separator.join(units) for units in passages if units)
 
 
-def chunk_tokens(tokens: int) -> int:
-    """Return the passage length for a prompt length: an eighth of it, but 32 to 512 tokens."""
+def _chunk_tokens(tokens: int) -> int:
     return min(512, max(32, tokens // 8))
 
 
@@ -237,7 +201,7 @@ def _numbers(task: str, draw: random.Random, tokens: int, count: Count, sentence
     units = [*text[: cuts[1]]]
     for needle, (begin, end) in zip(shuffled, pairwise(cuts[1:]), strict=True):
         units += [needle, *text[begin:end]]
-    passages = passages_of(units, " ", chunk_tokens(tokens), count)
+    passages = _passages_of(units, " ", _chunk_tokens(tokens), count)
     return Case(question, passages, ANSWER_TOKENS[task], tuple(values))
 
 
@@ -252,7 +216,7 @@ def _chain(task: str, draw: random.Random, tokens: int, count: Count) -> Case:
     positions = sorted(draw.sample(range(len(lines)), HOPS + 1))
     for position, line in reversed(list(zip(positions, _assignments(names, value), strict=True))):
         lines.insert(position, line)
-    passages = passages_of(lines, "\n", chunk_tokens(tokens), count)
+    passages = _passages_of(lines, "\n", _chunk_tokens(tokens), count)
     return Case(question, (example, *passages), ANSWER_TOKENS[task], tuple(names))
 
 

@@ -58,15 +58,6 @@ class Divergence:
         """
         return all(self.agrees)
 
-    def summary(self) -> dict[str, float]:
-        """Return the mean divergence as `answer_kl`, `first_kl`, `top1`, and `identical` as 0 or 1."""
-        return {
-            "answer_kl": self.mean_kl,
-            "first_kl": self.first_kl,
-            "top1": self.top1,
-            "identical": float(self.identical),
-        }
-
 
 def divergence(oracle: Tensor, other: Tensor) -> float:
     """Return the Kullback-Leibler divergence KL(oracle || other) of two `[vocabulary]` logits, in nats.
@@ -82,11 +73,7 @@ def divergence(oracle: Tensor, other: Tensor) -> float:
 
 
 def compare_answers(full: Tensor, other: Tensor) -> Divergence:
-    """Compare two caches along the greedy answer over the first.
-
-    Args:
-        full: `[N, vocabulary]` logits before each token of the answer, N at least 1, usually over full prefill's cache.
-        other: `[N, vocabulary]` logits before each token of the same answer over the other cache.
+    """Compare two caches along the greedy answer over the first, by their `[N, vocabulary]` logits before each token.
 
     Raises:
         ValueError: if the shapes differ or there is no token.
@@ -111,17 +98,12 @@ def greedy_answers(
     The rows of an answer are written to its buffer after the prompt. That is harmless to later answers over the same
     buffer: every pass computes these positions again before it reads them.
 
-    Args:
-        runner: computes the decode steps.
-        prompts: with capacity for all answer tokens but the last.
-        max_new_tokens: limit of the answers, at least 1.
-
     Returns:
         For each prompt the `N` token ids up to and including the end token, and the `[N, vocabulary]` float32 logits
         before each.
 
     Raises:
-        ValueError: if the limit is below 1 or a buffer is too small for it.
+        ValueError: if the limit is below 1, or a buffer has no capacity for all answer tokens but the last.
     """
     if max_new_tokens < 1:
         raise ValueError(f"an answer must have at least 1 token, got {max_new_tokens}")
@@ -146,16 +128,11 @@ def answer_logits(runner: ModelRunner, prefilled: Prefilled, ids: Sequence[int])
 
     The pass sums in another order than decode steps do, so the results are equal within the rounding of the dtype.
 
-    Args:
-        runner: the model.
-        prefilled: the prompt, with capacity for all answer tokens but the last.
-        ids: the `N` tokens of the answer.
-
     Returns:
         `[N, vocabulary]` float32 logits; the first row is `prefilled.logits`.
 
     Raises:
-        ValueError: if the buffer is too small for the answer.
+        ValueError: if the buffer has no capacity for all answer tokens but the last.
     """
     if len(ids) < 2:
         return prefilled.logits[None][: len(ids)]
@@ -193,16 +170,10 @@ def compare_greedy_answers(
     *,
     decode: bool = True,
 ) -> list[Compared]:
-    """Compare the greedy answers of prefilled prompts with full prefill's.
+    """Compare the greedy answers of prefilled prompts with full prefill's, as `greedy_answers` returned them.
 
-    An answer is identical if every token of full prefill's is predicted. Only the others are decoded, together.
-
-    Args:
-        runner: the model.
-        full: full prefill's answer to each prompt: its token ids, and `[N, vocabulary]` float32 logits before each.
-        prefilled: the prompts, with capacity for `max_new_tokens`.
-        max_new_tokens: limit of the answers, at least 1.
-        decode: whether to decode answers that differ.
+    An answer is identical if every token of full prefill's is predicted. Only the others are decoded, together, and
+    only with `decode`.
     """
     divergences = [
         compare_answers(logits, answer_logits(runner, prompt, ids).to(logits.device))

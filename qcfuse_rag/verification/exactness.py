@@ -105,18 +105,13 @@ def measure_exactness(lm: LanguageModel) -> ExactnessCheck:
 
 
 def check_exact(lm: LanguageModel) -> ExactnessCheck:
-    """Run `measure_exactness`.
-
-    Raises:
-        UnsupportedModel: if a difference exceeds the tolerance.
-    """
+    """Run `measure_exactness`; raise `UnsupportedModel` if a difference exceeds the tolerance."""
     check = measure_exactness(lm)
     if not check.passed:
         raise UnsupportedModel(
             f"the engine does not reproduce {type(lm.model).__name__}: logits differ from the model's own by "
             f"{check.all_rows:.3g} (all rows), {check.question_rows:.3g} (reused rows) and {check.step:.3g} (a decode "
-            f"step) standard deviations, "
-            f"allowed are {check.tolerance:g}"
+            f"step) standard deviations, allowed are {check.tolerance:g}"
         )
     return check
 
@@ -135,15 +130,9 @@ def stock_attention(lm: LanguageModel) -> Iterator[None]:
 def naive_concatenation(lm: LanguageModel, segments: Sequence[Tensor]) -> Tensor:
     """Compute position-only reuse with nothing but the model's own forward.
 
-    Every segment but the last is run alone at its positions in the whole prompt. The caches are joined, and the last
-    segment is run over them. Slow, and independent of all other code in this library.
-
-    Args:
-        lm: the model.
-        segments: `[n]` int64 token ids each.
-
-    Returns:
-        `[n_last, vocabulary]` float32 logits of the last segment.
+    Every segment of `[n]` int64 token ids but the last is run alone at its positions in the whole prompt. The caches
+    are joined, and the last segment is run over them; its `[n, vocabulary]` float32 logits are returned. Slow, and
+    independent of all other code in this library.
     """
     joined = Cache(layer_class_to_replicate=DynamicLayer)
     start = 0
@@ -163,12 +152,11 @@ class _Float32Layers:
     """Computes each layer in float32, with a copy of its weights for as long as it takes."""
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a layer."""
         return functional_call(inner, _in_float32(inner), (hidden, *args), kwargs)
 
 
 def _in_float32(module: nn.Module) -> dict[str, Tensor]:
-    """Return float32 copies of a module's weights, without those of layers that are computed by a layer runner."""
+    # Without those of layers that are computed by a layer runner.
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     return {name: x.float() for name, x in tensors.items() if x.is_floating_point() and ".inner." not in name}
 
@@ -205,12 +193,8 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def check_exact_once(lm: LanguageModel) -> ExactnessCheck:
-    """Return the kept result of an exactness check that has passed; without one, check and keep the result.
-
-    Raises:
-        UnsupportedModel: if the engine does not reproduce the model.
-    """
-    result = KeptResult("checks", "exactness.json", check_identity(lm))
+    """Return the kept result of a `check_exact` that has passed; without one, check and keep the result."""
+    result = KeptResult("checks", "exactness.json", _check_identity(lm))
     if (kept := _passed_check(result.read())) is not None:
         return kept
     check = check_exact(lm)
@@ -218,8 +202,7 @@ def check_exact_once(lm: LanguageModel) -> ExactnessCheck:
     return check
 
 
-def check_identity(lm: LanguageModel) -> dict[str, Any]:
-    """Return all that the result of a check depends on, ready for JSON."""
+def _check_identity(lm: LanguageModel) -> dict[str, Any]:
     return {
         "fingerprint": lm.fingerprint.digest,
         "architecture": type(lm.model).__name__,

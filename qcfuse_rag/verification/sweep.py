@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +17,13 @@ from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
-from qcfuse_rag.verification.cases import Case, Engine, passage_cases, ruler_cases, string_match
+from qcfuse_rag.verification.cases import Case, passage_cases, ruler_cases, string_match
 from qcfuse_rag.verification.divergence import Divergence, answer_text, compare_greedy_answers, greedy_answers
 from qcfuse_rag.verification.exactness import measure_exactness
 from qcfuse_rag.verification.verdict import EXACTNESS, Check, Trial, Verdict, method_digest
+
+if TYPE_CHECKING:
+    from qcfuse_rag.engine.engine import FusionEngine
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75)
 
@@ -56,10 +60,9 @@ class VerifySettings:
     """What to verify a method on.
 
     Attributes:
-        ratios: to try, where the method leaves its ratio to the verdict; see `candidates`.
+        ratios: to try, where the method leaves its ratio to the verdict.
         size: prompts of each of the three kinds.
         tokens: length of the RULER-style prompts in tokens.
-        limits: of the checks.
     """
 
     ratios: Sequence[float] = RATIOS
@@ -69,14 +72,9 @@ class VerifySettings:
 
 
 def candidates(method: Method, ratios: Sequence[float]) -> list[Candidate]:
-    """Return what to try of a method, the cheapest first.
-
-    A method with a `VerifiedRatio` is tried at each ratio, in ascending order. Any other method is tried as it is.
-    """
-    if isinstance(method.budget, VerifiedRatio):
-        methods = [replace(method, budget=FixedRatio(ratio)) for ratio in sorted(set(ratios))]
-    else:
-        methods = [method]
+    """Return what to try of a method: each ratio in ascending order if it has a `VerifiedRatio`, else itself."""
+    is_open = isinstance(method.budget, VerifiedRatio)
+    methods = [replace(method, budget=FixedRatio(ratio)) for ratio in sorted(set(ratios))] if is_open else [method]
     return [
         (f"ratio {candidate.ratio:g}" if candidate.ratio is not None else "its own ratio", candidate)
         for candidate in methods
@@ -84,7 +82,7 @@ def candidates(method: Method, ratios: Sequence[float]) -> list[Candidate]:
 
 
 def verify(
-    engine: Engine,
+    engine: FusionEngine,
     method: Method,
     *,
     texts: Sequence[str] = (),
@@ -112,7 +110,7 @@ def verify(
     if not tried_methods:
         raise ValueError("name at least one ratio to try")
     groups = _cases(engine, texts, settings)
-    moves = _can_move(engine.lm, method)
+    moves = _tries_residuals(engine.lm, method)
     done, total = 0, sum(map(len, groups.values())) * (1 + len(tried_methods) * (1 + moves))
 
     def advance() -> None:
@@ -151,17 +149,13 @@ def verify(
     )
 
 
-def _can_move(lm: LanguageModel, method: Method) -> bool:
-    """Return whether to try a method with residuals, see `runtime.residuals`.
-
-    Only on a CPU: the GPU's kernels and recorded passes move no tokens, and one such request would slow the whole
-    batch. A method with a layer hook, without a ratio, with residuals already, or that recomputes no token, is not.
-    """
+def _tries_residuals(lm: LanguageModel, method: Method) -> bool:
+    # Only on a CPU: the GPU's kernels and recorded passes move no tokens, and one such request would slow the batch.
     is_plain = method.base is not None and method.layer_hook is None and method.residuals is None
     return lm.device.type == "cpu" and is_plain and isinstance(method.budget, Ratio) and method.ratio != 0
 
 
-def _cases(engine: Engine, texts: Sequence[str], settings: VerifySettings) -> dict[str, list[Case]]:
+def _cases(engine: FusionEngine, texts: Sequence[str], settings: VerifySettings) -> dict[str, list[Case]]:
     cases = {
         "needle": ruler_cases(engine, "ruler_mv", settings.size, settings.tokens, texts),
         "multi-hop": ruler_cases(engine, "ruler_vt", settings.size, settings.tokens),
@@ -175,13 +169,7 @@ def _cases(engine: Engine, texts: Sequence[str], settings: VerifySettings) -> di
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A method's answer to one prompt beside full prefill's.
-
-    Attributes:
-        divergence: along full prefill's greedy answer.
-        score: share of the expected strings in the method's answer.
-        full_score: share of the expected strings in full prefill's answer.
-    """
+    """A method's answer to one prompt beside full prefill's; scores are shares of the expected strings."""
 
     divergence: Divergence
     score: float
@@ -189,12 +177,7 @@ class Comparison:
 
 
 def answer_checks(comparisons: Mapping[str, Sequence[Comparison]], limits: VerifyLimits) -> list[Check]:
-    """Check a method's answers by kind of case; every prompt counts the same, however long its answer.
-
-    Args:
-        comparisons: at least one for each kind; the kinds `needle` and `multi-hop` have expected strings.
-        limits: the limits of the checks.
-    """
+    """Check a method's answers by kind of case; every prompt counts the same, however long its answer."""
     everything = [comparison.divergence for group in comparisons.values() for comparison in group]
     answers = f"full prefill's answers to {len(everything)} prompts"
     kl = fmean(divergence.mean_kl for divergence in everything)
@@ -222,10 +205,8 @@ class Reference:
     """A case with full prefill's answer. Keys and values of full prefill are not kept.
 
     Attributes:
-        case: the case.
         store: holds the case's passages; None if they are prefilled anew for each candidate.
-        ids: token ids of full prefill's greedy answer.
-        logits: `[N, vocabulary]` float32, on the CPU, before each of them.
+        logits: `[N, vocabulary]` float32, on the CPU, before each token of the greedy answer.
         score: share of the expected strings in the answer.
     """
 
@@ -237,15 +218,9 @@ class Reference:
 
 
 class References:
-    """Full prefill's answers to cases on an engine's model, computed once for all candidates.
+    """Full prefill's answers to cases on an engine's model, computed once for all candidates of a method."""
 
-    Args:
-        engine: its model, template and number format count.
-        method: warms passages for this method's bases.
-        advance: called after each prefill that is compared or kept.
-    """
-
-    def __init__(self, engine: Engine, method: Method, advance: Callable[[], None]) -> None:
+    def __init__(self, engine: FusionEngine, method: Method, advance: Callable[[], None]) -> None:
         self._engine, self._method, self._advance = engine, method, advance
         self._kept_bytes = 0
 
@@ -263,10 +238,7 @@ class References:
         return references
 
     def compare(self, references: Sequence[Reference], method: Method) -> list[Comparison]:
-        """Answer the cases by a method, and compare the answers with full prefill's.
-
-        Answers that differ are decoded where they are scored.
-        """
+        """Answer cases by a method, and compare with full prefill; answers that differ are decoded to be scored."""
         comparisons: list[Comparison] = []
         for group in self._groups(references):
             prefilled = [self._prefill(reference, method) for reference in group]
@@ -296,7 +268,6 @@ class References:
         return prefilled
 
     def _groups(self, references: Sequence[Reference]) -> Iterator[Sequence[Reference]]:
-        """Split references into groups whose keys and values fit `KEPT_BYTES` together."""
         tokens = [
             len(self._engine.prompt(reference.case.question, reference.case.passages)) + reference.case.max_new_tokens
             for reference in references
@@ -306,7 +277,6 @@ class References:
         return (references[start : start + size] for start in range(0, len(references), size))
 
     def _bound_store(self, reference: Reference) -> None:
-        """Drop the passages of a case that would exceed the bytes to keep."""
         size_bytes = 0 if reference.store is None else reference.store.stats()[0].size_bytes
         if self._kept_bytes + size_bytes > KEPT_BYTES:
             reference.store = None
@@ -314,6 +284,5 @@ class References:
             self._kept_bytes += size_bytes
 
     def _score(self, case: Case, ids: Sequence[int]) -> float:
-        if not case.expected:
-            return 0.0
-        return string_match(answer_text(self._engine.lm, ids), case.expected, needs_all=True)
+        text = answer_text(self._engine.lm, ids)
+        return string_match(text, case.expected, needs_all=True) if case.expected else 0.0

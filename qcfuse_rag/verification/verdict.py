@@ -24,12 +24,10 @@ EXACTNESS = "exactness"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check of a verification.
+    """One check of a verification, such as `exactness` or `kl`.
 
     Attributes:
-        name: such as `exactness` or `kl`.
-        value: the measured value.
-        limit: the limit of the value; None if the value is only reported.
+        limit: of the value; None if the value is only reported.
         at_least: whether the value must reach the limit; else it must not exceed the limit.
         detail: how the value was measured, in words.
     """
@@ -56,7 +54,6 @@ class Trial:
     Attributes:
         label: the candidate in words, such as `ratio 0.15`.
         ratio: share of reused tokens recomputed; None if the method's selector decides.
-        checks: all checks.
         residuals: whether reused tokens moved with recomputed ones.
     """
 
@@ -67,7 +64,7 @@ class Trial:
 
     @property
     def passed(self) -> bool:
-        """Return whether every check passed."""
+        """Whether every check passed."""
         return all(check.passed for check in self.checks)
 
     @property
@@ -125,7 +122,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Return whether a candidate passed."""
+        """Whether a candidate passed."""
         return self.recommended is not None
 
     @property
@@ -183,12 +180,8 @@ class Verdict:
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Write the verdict to a store's folder, replace an earlier one, and return the file.
-
-        Raises:
-            QCFuseError: if the file cannot be written.
-        """
-        path = verdict_path(Path(folder), self.fingerprint, self.method)
+        """Write the verdict to a store's folder, replace an earlier one, and return the file."""
+        path = _path(Path(folder), self.fingerprint, self.method)
         try:
             write_atomically(path, json.dumps(self.to_dict(), indent=1))
         except OSError as error:
@@ -209,8 +202,7 @@ def method_digest(lm: LanguageModel, store: KVStore, method: Method) -> str:
     return digest(f"{method.unguarded!r} {found} {store.numbers}".encode())
 
 
-def verdict_path(folder: Path, fingerprint: str, method: str) -> Path:
-    """Return the path of the verdict on a model and a method in a store's folder."""
+def _path(folder: Path, fingerprint: str, method: str) -> Path:
     return folder / FOLDER / f"{fingerprint}-{method}.json"
 
 
@@ -228,7 +220,7 @@ def find_verdict(lm: LanguageModel, store: KVStore, method: Method) -> Verdict |
 def _read(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:
     if store.folder is None:
         return None
-    path = verdict_path(store.folder, lm.fingerprint.digest, method_digest(lm, store, method))
+    path = _path(store.folder, lm.fingerprint.digest, method_digest(lm, store, method))
     try:
         data = json.loads(path.read_text())
         if data["version"] != VERSION:

@@ -39,8 +39,7 @@ class Drift:
         compared: number of requests that were compared with full prefill.
         dropped: requests that were to be compared, but too many others waited, their passages were removed, or the
             ratio was raised meanwhile.
-        kl: mean divergence along full prefill's answers over the last comparisons, in nats a token; None before the
-            first comparison.
+        kl: mean divergence along full prefill's answers over the last comparisons, in nats a token; None before these.
         agreement: mean share of these answers' tokens that were predicted.
         identical: share of these comparisons in which the answer was full prefill's.
         sustained: whether the mean over a whole window exceeds the limit.
@@ -99,19 +98,13 @@ class ShadowSettings:
 
 
 class Shadow:
-    """Compares a sample of an engine's requests with full prefill, in a background thread.
-
-    Args:
-        runner: computes the comparisons.
-        settings: the settings.
-    """
+    """Compares a sample of an engine's requests with full prefill, in a background thread."""
 
     def __init__(self, runner: ModelRunner, settings: ShadowSettings) -> None:
         self.settings = settings
         self._runner = runner
-        self._waiting: deque[tuple[Prompt, Method, float]] = (
-            deque()
-        )  # with the method used, and the share it recomputed
+        # With the method used, and the share it recomputed.
+        self._waiting: deque[tuple[Prompt, Method, float]] = deque()
         self._compared: deque[Divergence] = deque(maxlen=settings.window)
         self._changed = threading.Condition()
         self._prefilling = 0
@@ -202,7 +195,6 @@ class Shadow:
                     self._changed.notify_all()
 
     def _compare(self, prompt: Prompt, method: Method) -> Divergence | None:
-        """Compare along full prefill's answer; return None if the passages are no longer stored."""
         runner = self._runner
         tokens = min(self.settings.answer_tokens, runner.lm.context_window.tokens - len(prompt) + 1)
         full = fuse_prompt(runner, prompt, Method("full", base=None), answer_tokens=tokens - 1)
