@@ -30,15 +30,11 @@ class ChangeReport:
     """Result of a change to a number of entries.
 
     Attributes:
-        done: number of entries changed.
-        unchanged: number of entries that needed no change.
         missing: reason by address, for entries that do not exist or could not be read.
-        bytes_before: size of the changed entries before.
-        bytes_after: size of the changed entries after.
     """
 
     done: int = 0
-    unchanged: int = 0
+    unchanged: int = 0  # number of entries that needed no change
     missing: dict[str, str] = field(default_factory=dict)
     bytes_before: int = 0
     bytes_after: int = 0
@@ -153,27 +149,20 @@ class CheckReport:
     """Result of `fsck`.
 
     Attributes:
-        checked: number of entries read from the first byte to the last.
-        sound: number of these that are intact.
-        damaged: address and reason of entries moved to quarantine.
         unread: address and reason of entries left alone: under another secret, or on a failing disk.
-        found: number of files that were missing from the index and have been added.
-        lost: number of rows removed from the index because their files are gone.
-        leftovers: number of files removed that dead writers left behind.
-        reclaimed_bytes: bytes of the limit that are free again.
-        ownerless: addresses of entries of forgotten documents, left by jobs that were killed; `qcfuse store gc`
-            removes them.
+        ownerless: addresses of entries of forgotten documents, left by jobs that were killed; `qcfuse store gc` removes
+            them.
         strays: paths inside the store of what this library did not write; left alone, and nothing is wrong with them.
     """
 
-    checked: int = 0
+    checked: int = 0  # number of entries read from the first byte to the last
     sound: int = 0
-    damaged: list[tuple[str, str]] = field(default_factory=list)
+    damaged: list[tuple[str, str]] = field(default_factory=list)  # address and reason of entries moved to quarantine
     unread: list[tuple[str, str]] = field(default_factory=list)
-    found: int = 0
-    lost: int = 0
-    leftovers: int = 0
-    reclaimed_bytes: int = 0
+    found: int = 0  # number of files that were missing from the index and have been added
+    lost: int = 0  # number of rows removed from the index because their files are gone
+    leftovers: int = 0  # number of files removed that dead writers left behind
+    reclaimed_bytes: int = 0  # bytes of the limit that are free again
     ownerless: list[str] = field(default_factory=list)
     strays: list[str] = field(default_factory=list)
 
@@ -292,12 +281,11 @@ class WipeReport:
     """Result of `wipe`.
 
     Attributes:
-        files: number of files that were overwritten and removed.
         linked: paths of files that were removed and not overwritten: they had another name (a hard link).
         left: paths in the store's folders that were left alone: links, and what this library did not write.
     """
 
-    files: int = 0
+    files: int = 0  # number of files that were overwritten and removed
     linked: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 

@@ -88,21 +88,13 @@ class PreloadedBlocks(Blocks):
 
 
 class BlockForm(NamedTuple):
-    """The form of a layer's keys or values, the same in every chunk of a format.
+    """The form of a layer's keys or values, the same in every chunk of a format."""
 
-    Attributes:
-        dtype: of the stored numbers.
-        heads: number of heads.
-        dim: channels of a head.
-        scaled: whether there are scales.
-        by_token: whether there is a scale for each token and head, and not one for each channel.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the stored numbers
     heads: int
     dim: int
     scaled: bool
-    by_token: bool
+    by_token: bool  # whether there is a scale for each token and head, and not one for each channel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,19 +102,15 @@ class SlabLayout:
     """The places of all layers' blocks in an allocation.
 
     Attributes:
-        n_tokens: tokens of every block.
         offsets: `[n_layers, 2, 2]` int64: of keys and values, the first byte of the numbers and of their scales; -1
             where there are no scales.
-        bounds: `[n_layers + 1]`: a layer's blocks lie between its number and the next.
-        sizes: bytes of each layer's blocks, without what lies between them.
-        forms: of each layer's keys and values.
     """
 
-    n_tokens: int
+    n_tokens: int  # tokens of every block
     offsets: NDArray[np.int64]
-    bounds: tuple[int, ...]
-    sizes: tuple[int, ...]
-    forms: tuple[tuple[BlockForm, BlockForm], ...]
+    bounds: tuple[int, ...]  # `[n_layers + 1]`: a layer's blocks lie between its number and the next
+    sizes: tuple[int, ...]  # bytes of each layer's blocks, without what lies between them
+    forms: tuple[tuple[BlockForm, BlockForm], ...]  # of each layer's keys and values
 
 
 class SlabBlocks(TensorBlocks):

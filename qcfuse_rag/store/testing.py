@@ -70,7 +70,6 @@ class KVStoreTests:
     """
 
     def test_an_empty_store_has_nothing(self, store: KVStore) -> None:
-        """A key that was never put is absent, however it is asked for."""
         assert store.get(example_key()) == Miss("absent")
         assert store.open(store.address(example_key())) == Miss("absent")
         assert example_key() not in store
@@ -78,7 +77,6 @@ class KVStoreTests:
         assert store.clear() == 0
 
     def test_what_is_put_comes_back_bit_for_bit(self, store: KVStore) -> None:
-        """In every dtype, even if the tensors that were put change afterwards."""
         for number, dtype in enumerate(DTYPES):
             chunk = example_chunk(number, dtype=dtype)
             store.put(example_key(number), chunk)
@@ -87,7 +85,6 @@ class KVStoreTests:
             assert example_key(number) in store
 
     def test_extreme_numbers_come_back_bit_for_bit(self, store: KVStore) -> None:
-        """Negative zero, the smallest normal and the largest number of a dtype are numbers like any other."""
         for number, dtype in enumerate(DTYPES):
             chunk, limits = example_chunk(dtype=dtype), torch.finfo(dtype)
             extremes = torch.tensor([-0.0, limits.smallest_normal, limits.max, limits.min], dtype=dtype)
@@ -96,14 +93,12 @@ class KVStoreTests:
             assert_same(store.get(example_key(number)), to_format(chunk, store.numbers))
 
     def test_a_quantized_chunk_stays_as_it_is(self, store: KVStore) -> None:
-        """Another format would only lose more precision."""
         for number, numbers in enumerate(ONE_BYTE_FORMATS):
             quantized = to_format(example_chunk(number), numbers)
             store.put(example_key(number), quantized)
             assert_same(store.get(example_key(number)), quantized)
 
     def test_the_notes_of_a_chunk_come_back(self, store: KVStore) -> None:
-        """With additional blocks and the low-rank format, by key and by address."""
         for number, dtype in enumerate(DTYPES):
             patch = example_patch(number, n_tokens=150, dtype=dtype).with_expiry(4e9)
             store.put(example_key(number), patch)
@@ -114,14 +109,12 @@ class KVStoreTests:
             assert_same(opened[1], patch)
 
     def test_layers_come_back_in_the_dtype_of_the_model(self, store: KVStore) -> None:
-        """`[Hkv, n_tokens, D]`, whatever format the store writes."""
         store.put(example_key(), example_chunk(dtype=torch.bfloat16))
         keys, values = self._chunk(store).layer(1)
         assert (keys.shape, values.shape) == ((2, 5, 8), (2, 5, 4))
         assert (keys.dtype, values.dtype) == (torch.bfloat16, torch.bfloat16)
 
     def test_a_range_of_tokens_is_that_slice_of_the_whole(self, store: KVStore) -> None:
-        """Also across the borders of the pieces in which long chunks are stored."""
         store.put(example_key(), example_chunk(n_tokens=300))
         expected = self._expected(store, n_tokens=300)
         for start, stop in (
@@ -142,7 +135,6 @@ class KVStoreTests:
                     assert torch.equal(part.cpu(), whole[:, start:stop]), f"tokens {start} to {stop} differ"
 
     def test_a_long_chunk_comes_back_whole(self, store: KVStore) -> None:
-        """After ranges of it have been read, and before."""
         store.put(example_key(), example_chunk(n_tokens=300))
         chunk = self._chunk(store)
         chunk.layer(2, 100, 200)
@@ -150,7 +142,6 @@ class KVStoreTests:
         assert torch.equal(chunk.anchors(0.1)[0].cpu(), example_chunk(n_tokens=300).anchors(0.1)[0])
 
     def test_a_key_that_differs_anywhere_is_another_key(self, store: KVStore) -> None:
-        """Model, base, prefix and ids all count."""
         key = example_key()
         store.put(key, example_chunk())
         others = [replace(key, base="blind"), replace(key, prefix=hash_ids([])), replace(key, ids=hash_ids([9]))]
@@ -158,7 +149,6 @@ class KVStoreTests:
         assert [isinstance(store.get(other), Miss) for other in others] == [True] * 4
 
     def test_put_replaces(self, store: KVStore) -> None:
-        """The newest chunk under a key is returned."""
         store.put(example_key(), example_chunk(1))
         store.put(example_key(), example_chunk(2, n_tokens=7))
         assert_same(store.get(example_key()), self._expected(store, 2, n_tokens=7))
@@ -167,7 +157,6 @@ class KVStoreTests:
         assert store.stats()[-1].entries == 1
 
     def test_an_entry_opens_by_its_address_alone(self, store: KVStore) -> None:
-        """With the key it was put under, and without counting as a use."""
         store.put(example_key(), example_chunk())
         store.flush()
         entry = store.open(store.address(example_key()))
@@ -179,7 +168,6 @@ class KVStoreTests:
         assert sum(s.hits + s.misses for s in store.stats()) == 0
 
     def test_entries_yields_every_entry(self, store: KVStore) -> None:
-        """Once, with correct fields as far as the store knows them."""
         for number in range(3):
             store.put(example_key(number), example_chunk(number), saved_ms=12.5)
         entries = list(store.entries())
@@ -194,12 +182,10 @@ class KVStoreTests:
             assert not entry.pinned
 
     def test_entries_fits_json(self, store: KVStore) -> None:
-        """As plain data."""
         store.put(example_key(), example_chunk())
         assert [entry.to_dict()["address"] for entry in store.entries()] == [store.address(example_key())]
 
     def test_pin_says_whether_there_is_such_an_entry(self, store: KVStore) -> None:
-        """By key and by address, on and off."""
         store.put(example_key(), example_chunk())
         assert store.pin(example_key())
         assert store.pin(store.address(example_key()), pinned=False)
@@ -208,7 +194,6 @@ class KVStoreTests:
         assert_same(store.get(example_key()), self._expected(store))
 
     def test_discard_removes_one_entry(self, store: KVStore) -> None:
-        """And returns whether there was one."""
         store.put(example_key(1), example_chunk(1))
         store.put(example_key(2), example_chunk(2))
         assert store.discard(example_key(1))
@@ -217,7 +202,6 @@ class KVStoreTests:
         assert_same(store.get(example_key(2)), self._expected(store, 2))
 
     def test_an_address_may_be_given_instead_of_a_key(self, store: KVStore) -> None:
-        """For lookups and for removals."""
         address = store.address(example_key())
         assert address not in store
         store.put(example_key(), example_chunk())
@@ -227,7 +211,6 @@ class KVStoreTests:
         assert not store.discard(address)
 
     def test_a_damaged_entry_is_counted_and_can_be_put_again(self, store: KVStore) -> None:
-        """Computing it again repairs it."""
         store.put(example_key(), example_chunk())
         store.flush()
         assert store.discard(example_key(), "a block differs")
@@ -237,14 +220,12 @@ class KVStoreTests:
         assert_same(store.get(example_key()), self._expected(store))
 
     def test_an_expired_entry_is_a_miss(self, store: KVStore) -> None:
-        """Both by key and by address."""
         for number in range(2):
             store.put(example_key(number), example_chunk().with_expiry(time.time() - 1.0))
         assert isinstance(store.get(example_key(0)), Miss)
         assert isinstance(store.open(store.address(example_key(1))), Miss)
 
     def test_an_entry_keeps_its_expiry(self, store: KVStore) -> None:
-        """And is used until then."""
         soon = time.time() + 3600.0
         store.put(example_key(), example_chunk().with_expiry(soon))
         assert self._chunk(store).expires == soon
@@ -252,14 +233,12 @@ class KVStoreTests:
         assert entry.expires is None or abs(entry.expires - soon) < 1.0
 
     def test_a_chunk_in_use_survives_its_removal(self, store: KVStore) -> None:
-        """Eviction must not pull memory away from a running request."""
         store.put(example_key(), example_chunk())
         chunk = store.get(example_key())
         store.clear()
         assert_same(chunk, self._expected(store))
 
     def test_clear_leaves_nothing(self, store: KVStore) -> None:
-        """And returns how many entries there were, pinned or not."""
         for number in range(3):
             store.put(example_key(number), example_chunk(number))
         store.pin(example_key(0))
@@ -269,7 +248,6 @@ class KVStoreTests:
         assert list(store.entries()) == []
 
     def test_stats_count_uses(self, store: KVStore) -> None:
-        """Hits and misses, over all tiers."""
         store.put(example_key(), example_chunk())
         store.flush()
         store.get(example_key())
@@ -280,7 +258,6 @@ class KVStoreTests:
         assert 0 < stats[-1].size_bytes <= (stats[-1].limit_bytes or 1 << 40)
 
     def test_every_tier_is_reported(self, store: KVStore) -> None:
-        """By `tiers`, `stats` and `health` alike; a store that was just opened has no problems."""
         health = store.health()
         assert [h.kind for h in health] == [s.kind for s in store.stats()] == [tier.kind for tier in store.tiers]
         assert all(isinstance(tier, KVStore) for tier in store.tiers)
@@ -288,13 +265,11 @@ class KVStoreTests:
         assert [(h.ok, h.problems) for h in health] == [(True, ())] * len(health)
 
     def test_after_flush_the_farthest_tier_has_every_chunk(self, store: KVStore) -> None:
-        """So that it is kept."""
         store.put(example_key(), example_chunk())
         store.flush()
         assert store.address(example_key()) in store.tiers[-1]
 
     def test_threads_may_share_it(self, store: KVStore) -> None:
-        """Readers see a whole chunk or none."""
         expected = [self._expected(store, number).blocks["value.2"] for number in range(5)]
         wrong: list[object] = []
 
@@ -312,7 +287,6 @@ class KVStoreTests:
         assert len(list(store.entries())) == 5
 
     def test_threads_may_remove_what_others_use(self, store: KVStore) -> None:
-        """Readers then see a whole chunk or a miss, and no error."""
         expected = self._expected(store)
         wrong: list[object] = []
 
@@ -335,13 +309,11 @@ class KVStoreTests:
         assert wrong == []
 
     def test_prefetch_changes_nothing_but_speed(self, store: KVStore) -> None:
-        """Absent keys are harmless, and entries stay as they were."""
         store.put(example_key(), example_chunk())
         store.prefetch([example_key(), example_key(1)])
         assert_same(store.get(example_key()), self._expected(store))
 
     def test_it_is_a_context_manager(self, store: KVStore) -> None:
-        """Entering returns the store, and leaving closes it."""
         with store as entered:
             assert entered is store
             entered.put(example_key(), example_chunk())

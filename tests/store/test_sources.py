@@ -55,13 +55,6 @@ def present(store: KVStore, count: int) -> list[int]:
     return [number for number in range(count) if example_key(number) in store]
 
 
-def test_a_source_has_the_chunks_it_was_given(store: DiskStore, sources: Sources) -> None:
-    assert sources.replace("a.md", stored(store, 0, 1)) == 0
-    assert sources.names() == ["a.md"]
-    assert sources.addresses("a.md") == {key.address for key in keys(0, 1)}
-    assert sources.addresses("unheard of") == set()
-
-
 def test_a_changed_document_takes_the_passages_with_it_that_it_had_alone(store: DiskStore, sources: Sources) -> None:
     sources.replace("a.md", stored(store, 0, 1, 2))
     assert sources.replace("a.md", [*keys(1), *stored(store, 3)]) == 2
@@ -143,12 +136,6 @@ def test_chunks_that_never_had_a_source_are_left_alone(store: DiskStore, sources
     sources.forget("a.md")
     assert sources.garbage.collect() == 0
     assert present(store, 2) == [0]
-
-
-def test_a_source_does_not_remove_what_it_never_had(store: DiskStore, sources: Sources) -> None:
-    assert sources.remove("a.md", stored(store, 0)) == 0
-    assert sources.garbage.collect() == 0
-    assert present(store, 1) == [0]
 
 
 def test_what_is_forgotten_goes_from_all_tiers_pinned_or_not(tmp_path: Path) -> None:
@@ -309,14 +296,6 @@ def test_another_model_or_wording_replaces_only_its_own(store: DiskStore, source
     assert sources.replace("a.md", other[:1]) == 1
     assert [key in store for key in (*keys(0, 1), *other)] == [True, True, True, False]
     assert sources.forget("a.md") == 3
-
-
-def test_chunks_are_added_and_removed_one_by_one(store: DiskStore, sources: Sources) -> None:
-    sources.add("a.md", stored(store, 0))
-    sources.add("a.md", stored(store, 1))
-    assert sources.addresses("a.md") == {key.address for key in keys(0, 1)}
-    assert sources.remove("a.md", keys(0)) == 1
-    assert [key in store for key in keys(0, 1)] == [False, True]
 
 
 def test_a_transaction_that_sqlite_rolled_back_itself_fails_with_the_cause() -> None:

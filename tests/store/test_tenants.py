@@ -135,11 +135,6 @@ def test_prefetch_brings_a_tenants_own_entry_near() -> None:
         assert [entry.address for entry in near.entries()] == [alice.address(KEY)]
 
 
-def test_a_short_secret_is_refused() -> None:
-    with pytest.raises(StoreError, match="the secret has 15 bytes; give at least 16 random ones"):
-        TenantStore(MemoryStore(), "alice", b"fifteen letters")
-
-
 def test_a_tenant_needs_a_secret(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"a tenant needs a secret; .* QCFUSE_TENANT_SECRET"):
         open_store(tmp_path, tenant="alice")

@@ -123,12 +123,6 @@ def test_prefetch_brings_near_by_itself() -> None:
         assert_same(near.get(KEY), example_chunk())
 
 
-def test_a_near_tier_too_small_does_not_stand_in_the_way(tmp_path: Path) -> None:
-    with TieredStore(MemoryStore(limit_bytes=10), DiskStore(tmp_path)) as store:
-        put(store, 0)
-        assert_same(store.get(KEY), example_chunk())
-
-
 def test_a_near_tier_that_cannot_take_the_new_chunk_does_not_keep_the_old_one() -> None:
     with TieredStore(MemoryStore(limit_bytes=SIZE), MemoryStore()) as store:
         put(store, 0)

@@ -31,26 +31,15 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """What a store knows of an entry without reading it; None for what it does not know.
-
-    Attributes:
-        address: its name, see `ChunkKey.address`.
-        size_bytes: its size.
-        numbers: its format, see `store.quantization`.
-        uses: how often it was read; older uses count less.
-        used: unix time of its last use.
-        saved_ms: milliseconds its prefill took, which each use saves.
-        expires: unix time from which on it is a miss.
-        pinned: whether it is exempt from eviction.
-    """
+    """What a store knows of an entry without reading it; None for what it does not know."""
 
     address: str
     size_bytes: int
     numbers: str | None = None
-    uses: float | None = None
-    used: float | None = None
-    saved_ms: float | None = None
-    expires: float | None = None
+    uses: float | None = None  # how often it was read; older uses count less
+    used: float | None = None  # unix time of its last use
+    saved_ms: float | None = None  # milliseconds its prefill took, which each use saves
+    expires: float | None = None  # unix time from which on it is a miss
     pinned: bool = False
 
     def completed_by(self, nearer: EntryInfo) -> EntryInfo:
@@ -68,24 +57,18 @@ class StoreStats:
     """A store's contents, and its counters since it was opened.
 
     Attributes:
-        kind: of the store, see `KVStore.kind`.
-        entries: number of entries.
-        size_bytes: bytes they take, including those being written or in quarantine.
         limit_bytes: most bytes it may take; entries are evicted before it is exceeded. None if this library does not
             limit the store, such as a bucket or a server.
-        hits, misses: results of `get`.
-        evicted: number of entries evicted to stay within the limit.
-        discarded: number of entries removed because they were damaged.
     """
 
     kind: str
     entries: int
-    size_bytes: int
+    size_bytes: int  # bytes they take, including those being written or in quarantine
     limit_bytes: int | None
     hits: int
     misses: int
-    evicted: int = 0
-    discarded: int = 0
+    evicted: int = 0  # number of entries evicted to stay within the limit
+    discarded: int = 0  # number of entries removed because they were damaged
 
     def to_dict(self) -> dict[str, str | int | None]:
         """Return plain data for JSON."""
@@ -94,17 +77,11 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a store works.
-
-    Attributes:
-        kind: of the store, see `KVStore.kind`.
-        ok: whether it can be read and written.
-        problems: what is wrong, each with what to do about it.
-    """
+    """Whether a store works."""
 
     kind: str
     ok: bool
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # what is wrong, each with what to do about it
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -291,19 +268,12 @@ HALF_LIFE_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class EntryUsage:
-    """Size and uses of an entry, from which policies compute its worth.
-
-    Attributes:
-        size_bytes: its size.
-        saved_ms: milliseconds a use saves.
-        uses: number of uses, each counting half as much for every week since; storing counts as 1.
-        used: unix time of the last use.
-    """
+    """Size and uses of an entry, from which policies compute its worth."""
 
     size_bytes: int
-    saved_ms: float
-    uses: float
-    used: float
+    saved_ms: float  # milliseconds a use saves
+    uses: float  # number of uses, each counting half as much for every week since; storing counts as 1
+    used: float  # unix time of the last use
 
     def after_uses(self, now: float, count: int = 1) -> EntryUsage:
         """Return the usage after `count` more uses."""

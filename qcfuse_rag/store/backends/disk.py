@@ -48,20 +48,15 @@ class StoreSettings:
     """Settings of a store.
 
     Attributes:
-        limit_bytes: most bytes its files may take.
-        numbers: format of new entries, see `store.quantization`.
-        eviction: `cost`, `lru` or `lfu`, see `store.backends.base`.
-        ttl_s: seconds after which an entry expires, or None.
         secret: `StoreCipher.proof` of the secret that entries are encrypted under; None if they are not encrypted.
-        remote: URL of the remote behind it, without its password; empty if there is none.
     """
 
-    limit_bytes: int = DEFAULT_LIMIT_BYTES
+    limit_bytes: int = DEFAULT_LIMIT_BYTES  # most bytes its files may take
     numbers: str = LOSSLESS
     eviction: str = "cost"
-    ttl_s: float | None = None
+    ttl_s: float | None = None  # seconds after which an entry expires, or None
     secret: str | None = None
-    remote: str = ""
+    remote: str = ""  # URL of the remote behind it, without its password; empty if there is none
 
     def __post_init__(self) -> None:
         if not isinstance(self.limit_bytes, int | float) or not isinstance(self.ttl_s, int | float | None):
@@ -224,7 +219,6 @@ class DiskStore(KVStore):
 
     @property
     def encrypted(self) -> bool:
-        """Whether entries are encrypted."""
         return self.cipher is not None
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
@@ -239,12 +233,10 @@ class DiskStore(KVStore):
         return opened[1]
 
     def note_use(self, address: str) -> None:
-        """Count a use of an entry that the tier in memory has returned."""
         if self.quota is not None:
             self.quota.record_use(address)
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
-        """Return an entry with its key."""
         return self._open(address, None)
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
@@ -290,7 +282,6 @@ class DiskStore(KVStore):
         return exists and (self.ttl_s is None or not isinstance(self.open(address_of(key)), Miss))
 
     def entries(self) -> Iterator[EntryInfo]:
-        """Yield what is known of every entry."""
         if self.quota is None:
             for address, path in self.files.entries():
                 yield EntryInfo(address, path.stat().st_size)
@@ -342,7 +333,6 @@ class DiskStore(KVStore):
             raise self._unwritable(error) from error
 
     def stats(self) -> list[StoreStats]:
-        """Return contents and counters."""
         limit, evicted = self.settings.limit_bytes, self.quota.evicted if self.quota else 0
         try:
             if self.quota is not None:
@@ -376,7 +366,6 @@ class DiskStore(KVStore):
         return [Health("disk", not problems, tuple(dict.fromkeys(problems)))]
 
     def close(self) -> None:
-        """Write counted uses and close the index."""
         if self.quota is not None:
             self.quota.write_uses()
             self.quota.index.close()

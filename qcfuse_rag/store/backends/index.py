@@ -59,19 +59,12 @@ class IndexReplaced(CorruptEntry):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row of the index.
+    """A row of the index."""
 
-    Attributes:
-        usage: size and uses; of a file that is being written, the reserved size.
-        numbers: format the entry is written in.
-        worth: rank among entries; the smallest is evicted first.
-        about: of a file that is being written, its address; of a file in quarantine, the damage.
-    """
-
-    usage: EntryUsage
+    usage: EntryUsage  # size and uses; of a file that is being written, the reserved size
     numbers: str = ""
-    worth: float = 0.0
-    about: str = ""
+    worth: float = 0.0  # rank among entries; the smallest is evicted first
+    about: str = ""  # of a file that is being written, its address; of a file in quarantine, the damage
 
     def to_json(self) -> str:
         """Return the JSON text that the index holds."""

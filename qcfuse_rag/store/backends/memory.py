@@ -73,7 +73,6 @@ class MemoryStore(KVStore):
             self._pinned = True
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the chunk or a miss."""
         with self._lock:
             entry = self._entries.get(key.address)
             if entry is None or entry.chunk.expired:
@@ -84,7 +83,6 @@ class MemoryStore(KVStore):
             return entry.chunk
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
-        """Return an entry with its key."""
         with self._lock:
             entry = self._entries.get(address)
             if entry is None or entry.chunk.expired:
@@ -92,7 +90,6 @@ class MemoryStore(KVStore):
             return entry.key, entry.chunk
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
-        """Store a copy of the chunk."""
         copied = self.copy_of(to_store_format(chunk.with_ttl(self.ttl_s), self.numbers))
         size = copied.nbytes
         usage = EntryUsage(size, float(chunk.n_tokens) if saved_ms is None else saved_ms, 1.0, time.time())
@@ -124,7 +121,6 @@ class MemoryStore(KVStore):
         return chunk.copied(self._device)
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
-        """Remove an entry."""
         with self._lock:
             removed = self._remove(address_of(key))
             self._discarded += removed and reason is not None
@@ -136,7 +132,6 @@ class MemoryStore(KVStore):
             return entry is not None and not entry.chunk.expired
 
     def entries(self) -> Iterator[EntryInfo]:
-        """Yield what is known of every entry."""
         with self._lock:
             entries = list(self._entries.items())
         for address, entry in entries:
@@ -160,13 +155,11 @@ class MemoryStore(KVStore):
             return entry is not None
 
     def stats(self) -> list[StoreStats]:
-        """Return contents and counters."""
         with self._lock:
             counts = (self._hits, self._misses, self._evicted, self._discarded)
             return [StoreStats(self.kind, len(self._entries), self._size, self._limit, *counts)]
 
     def health(self) -> list[Health]:
-        """Return that memory works."""
         return [Health(self.kind, ok=True)]
 
     def _remove(self, address: str) -> bool:

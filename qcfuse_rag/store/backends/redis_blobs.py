@@ -65,7 +65,6 @@ class RedisBlobs:
         return self._client.unlink(self._prefix + name) > 0
 
     def exists(self, name: str) -> bool:
-        """Return whether there is such a blob."""
         return self._client.exists(self._prefix + name) > 0
 
     def names(self, folder: str = "") -> Iterator[tuple[str, int]]:
@@ -96,5 +95,4 @@ class RedisBlobs:
             return False
 
     def close(self) -> None:
-        """Close connections."""
         self._client.close()

@@ -105,7 +105,6 @@ class RemoteStore(KVStore):
 
     @property
     def encrypted(self) -> bool:
-        """Whether entries are encrypted."""
         return self._cipher is not None
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
@@ -116,7 +115,6 @@ class RemoteStore(KVStore):
         return opened if isinstance(opened, Miss) else opened[1]
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
-        """Return an entry with its key."""
         return self._open(address, None)
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
@@ -192,7 +190,6 @@ class RemoteStore(KVStore):
         return sum(removed[len(quarantined) :])
 
     def close(self) -> None:
-        """Close connections."""
         self._blobs.close()
 
     def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:

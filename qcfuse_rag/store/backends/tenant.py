@@ -43,28 +43,22 @@ class TenantStore(KVStore):
         self.prefix = tenant_prefix(self._token)
 
     def address(self, key: ChunkKey | str) -> str:
-        """Return the tenant's address for a key."""
         return key if isinstance(key, str) else self._with_token(key).address
 
     @property
     def tiers(self) -> list[KVStore]:
-        """The shared store's tiers."""
         return self.store.tiers
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the tenant's chunk."""
         return self.store.get(self._with_token(key))
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
-        """Return one of the tenant's entries with its key."""
         return self.store.open(address) if self._owns(address) else Miss("absent")
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
-        """Store a chunk for the tenant."""
         self.store.put(self._with_token(key), chunk, saved_ms=saved_ms)
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
-        """Remove one of the tenant's entries."""
         address = self.address(key)
         return self._owns(address) and self.store.discard(address, reason)
 
@@ -73,7 +67,6 @@ class TenantStore(KVStore):
         return self._owns(address) and address in self.store
 
     def entries(self) -> Iterator[EntryInfo]:
-        """Yield what is known of the tenant's entries."""
         return (entry for entry in self.store.entries() if self._owns(entry.address))
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
@@ -88,19 +81,15 @@ class TenantStore(KVStore):
         return [*near, replace(far, entries=len(sizes), size_bytes=sum(sizes))]
 
     def health(self) -> list[Health]:
-        """Check the shared store."""
         return self.store.health()
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
-        """Start copying the tenant's entries to the nearest tier."""
         self.store.prefetch([self._with_token(key) for key in keys])
 
     def flush(self) -> None:
-        """Wait until all chunks are in the farthest tier."""
         self.store.flush()
 
     def close(self) -> None:
-        """Close the shared store if this view owns it."""
         if self._closes_store:
             self.store.close()
 

@@ -219,7 +219,6 @@ class TieredStore(KVStore):
             self._far_failures.append(str(failure))
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
-        """Remove an entry from both tiers."""
         queued = self._queue.discard(address_of(key)) if self._queue is not None else False
         # The far tier first: a promotion under way looks there before it keeps its copy.
         far, near = self.far.discard(key, reason), self.near.discard(key, reason)
@@ -285,7 +284,6 @@ class TieredStore(KVStore):
                 self._prefetching.discard(key.address)
 
     def flush(self) -> None:
-        """Wait until all chunks are in the far tier."""
         if self._queue is not None:
             self._queue.flush()
         self.near.flush()

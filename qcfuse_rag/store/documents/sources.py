@@ -223,10 +223,8 @@ class OpenManifest(NamedTuple):
     """Connections to a manifest.
 
     Attributes:
-        database: for changes.
         reader: for reading while a change is being made, which may take as long as a remote takes; the same connection
             for a manifest in memory.
-        writable: whether the manifest can be changed.
     """
 
     database: sqlite3.Connection

@@ -48,27 +48,16 @@ DTYPES = {
 
 
 class BlockRange(NamedTuple):
-    """The bytes of one tensor in an entry.
-
-    Attributes:
-        name: see `ChunkKV.blocks`.
-        dtype: of its numbers, little endian.
-        shape: of the tensor, row-major.
-        offset: bytes from the first block's start, a multiple of 4096.
-        checksums: XXH3-64 of each piece of 128 rows as stored.
-        first_piece: number of its first piece among all pieces of the entry, from 1.
-        row_bytes: bytes of one row.
-        piece_bytes: bytes of every piece but the last one, as stored.
-    """
+    """The bytes of one tensor in an entry."""
 
     name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    checksums: tuple[str, ...]
-    first_piece: int
-    row_bytes: int
-    piece_bytes: int
+    dtype: torch.dtype  # of its numbers, little endian
+    shape: tuple[int, ...]  # of the tensor, row-major
+    offset: int  # bytes from the first block's start, a multiple of 4096
+    checksums: tuple[str, ...]  # XXH3-64 of each piece of 128 rows as stored
+    first_piece: int  # number of its first piece among all pieces of the entry, from 1
+    row_bytes: int  # bytes of one row
+    piece_bytes: int  # bytes of every piece but the last one, as stored
 
     def range(self, start: int, stop: int) -> tuple[int, int]:
         """Return the bytes of pieces `start <= i < stop`, from the first block's start."""
@@ -83,26 +72,16 @@ class BlockRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The checked header of an entry.
-
-    Attributes:
-        key: of the entry.
-        tokens, layers, dtype, numbers: see `ChunkKV`.
-        expires: unix time from which on it must not be used, or None.
-        blocks: in the order of the file.
-        start: offset of the first block in the file.
-        encrypted: whether it is encrypted.
-        notes, extras: see `ChunkKV`.
-    """
+    """The checked header of an entry."""
 
     key: ChunkKey
     tokens: int
     layers: int
     dtype: torch.dtype
     numbers: str
-    expires: float | None
+    expires: float | None  # unix time from which on it must not be used, or None
     blocks: tuple[BlockRange, ...]
-    start: int
+    start: int  # offset of the first block in the file
     encrypted: bool
     notes: Mapping[str, Any]
     extras: tuple[str, ...]
@@ -225,19 +204,12 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """The first 64 bytes of an entry.
+    """The first 64 bytes of an entry."""
 
-    Attributes:
-        flags: 1 if the entry is encrypted, else 0.
-        header_bytes: length of the header that follows.
-        checksum: XXH3-64 over magic, version, flags, salt, header length and header as stored.
-        salt: 32 random bytes of an encrypted entry, zeros otherwise.
-    """
-
-    flags: int
-    header_bytes: int
-    checksum: int
-    salt: bytes
+    flags: int  # 1 if the entry is encrypted, else 0
+    header_bytes: int  # length of the header that follows
+    checksum: int  # XXH3-64 over magic, version, flags, salt, header length and header as stored
+    salt: bytes  # 32 random bytes of an encrypted entry, zeros otherwise
 
     @classmethod
     def parse(cls, data: Buffer) -> Self:

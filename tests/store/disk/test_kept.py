@@ -37,17 +37,6 @@ def test_another_process_reads_what_this_one_wrote_and_the_other_way_round(store
     assert store.stats()[0].size_bytes == 2 * ENTRY
 
 
-def test_two_that_have_it_open_share_it(store: DiskStore, folder: Path) -> None:
-    with DiskStore(folder) as other:
-        put(store, 0)
-        put(other, 1)
-        assert_same(store.get(example_key(1)), example_chunk(1))
-        assert_same(other.get(KEY), example_chunk())
-        assert store.stats()[0].entries == other.stats()[0].entries == 2
-        assert other.discard(KEY)
-        assert KEY not in store
-
-
 def test_everything_is_for_its_owner_only(folder: Path) -> None:
     before = os.umask(0)
     try:

@@ -56,14 +56,6 @@ def test_the_limit_holds_for_all_writers_together(folder: Path) -> None:
     assert taken(folder) <= limit
 
 
-def test_an_entry_larger_than_the_limit_is_an_error_that_says_so(folder: Path) -> None:
-    with DiskStore(folder, 2 * ENTRY) as store:
-        put(store, 0)
-        with pytest.raises(StoreError, match=rf"a chunk of [\d,]+ bytes does not fit a store of {2 * ENTRY:,} bytes$"):
-            store.put(example_key(1), example_chunk(1, n_tokens=500))
-        assert_same(store.get(KEY), example_chunk())
-
-
 def test_what_is_pinned_is_not_evicted(folder: Path) -> None:
     with DiskStore(folder, 3 * ENTRY, eviction="lru") as store:
         put(store, 0)
@@ -94,15 +86,6 @@ def test_if_everything_is_pinned_nothing_fits_and_the_error_says_why(folder: Pat
         with pytest.raises(StoreError, match=f"does not fit .* of which {2 * ENTRY:,} are pinned and 0 being written"):
             put(store, 2)
         assert present(store, 3) == [True, True, False]
-
-
-def test_a_chunk_in_use_survives_its_eviction(folder: Path) -> None:
-    with DiskStore(folder, 2 * ENTRY, eviction="lru") as store:
-        put(store, 0)
-        found = store.get(KEY)
-        put(store, *range(1, 8))
-        assert KEY not in store
-        assert_same(found, example_chunk())
 
 
 def test_uses_count_over_a_restart(folder: Path) -> None:

@@ -80,16 +80,6 @@ def test_damage_is_found_and_goes_into_quarantine(store: DiskStore, position: in
     assert fsck(store).clean
 
 
-def test_damage_in_an_encrypted_store_is_found_too(folder: Path) -> None:
-    with DiskStore(folder, cipher=StoreCipher(bytes(range(32)))) as store:
-        store.put(KEY, example_chunk(n_tokens=300))
-        assert fsck(store).clean
-        data = bytearray(file_of(store).read_bytes())
-        data[len(data) // 2] ^= 1
-        file_of(store).write_bytes(data)
-        assert [address for address, _ in fsck(store).damaged] == [KEY.address]
-
-
 def test_files_the_index_does_not_know_are_taken_up(store: DiskStore) -> None:
     before = store.stats()
     for number in (0, 1):

@@ -28,26 +28,6 @@ def fixed_chunk() -> ChunkKV:
     return ChunkKV.of([key.to(torch.bfloat16) for key in keys], [v.to(torch.bfloat16) for v in values], ranking)
 
 
-def test_the_preamble_is_laid_out_as_documented() -> None:
-    data = written(example_chunk())
-    length = int.from_bytes(data[16:20], "little")
-    assert data[0:8] == b"QCFUSEKV"
-    assert data[8:12] == b"\x02\x00\x00\x00", "version"
-    assert data[12:16] == b"\x00\x00\x00\x00", "flags"
-    assert data[20:24] == b"\x00\x00\x00\x00", "nothing"
-    hashed = data[0:16] + data[32:64] + data[16:20] + data[64 : 64 + length]
-    assert data[24:32] == xxhash.xxh3_64_intdigest(hashed).to_bytes(8, "little"), "checksum"
-    assert data[32:64] == bytes(32), "salt"
-    assert (data[64:65], data[63 + length : 64 + length]) == (b"{", b"}")
-    assert set(data[64 + length : -(-(64 + length) // 4096) * 4096]) == {0}, "padding"
-
-
-def test_the_preamble_of_a_sealed_entry_has_a_flag_and_a_salt() -> None:
-    data = written(example_chunk(), StoreCipher(SECRET))
-    assert data[8:16] == b"\x02\x00\x00\x00\x01\x00\x00\x00"
-    assert data[32:64] != bytes(32)
-
-
 def test_the_header_has_these_fields_and_no_others() -> None:
     about = header_of(written(fixed_chunk()))
     assert list(about) == ["key", "tokens", "layers", "dtype", "numbers", "probe_layers", "expires", "blocks"]

@@ -35,24 +35,6 @@ def test_a_changed_header_is_refused_even_if_its_checksum_was_made_right() -> No
         opened(with_header(data, bytes(header), flags=1), StoreCipher(SECRET))
 
 
-def test_the_header_of_another_sealed_entry_is_refused() -> None:
-    data, other = (written(example_chunk(number), StoreCipher(SECRET)) for number in range(2))
-    header = other[64 : 64 + int.from_bytes(other[16:20], "little")]
-    with pytest.raises(CorruptEntry, match="cannot be decrypted"):
-        opened(with_header(data, header, flags=1), StoreCipher(SECRET))
-
-
-def test_two_sealed_pieces_that_changed_places_are_refused() -> None:
-    data = bytearray(written(example_chunk(n_tokens=300), StoreCipher(SECRET)))
-    header, _ = opened(bytes(data), StoreCipher(SECRET))
-    [block] = [block for block in header.blocks if block.name == "key.0"]
-    first, other = (slice(*(header.start + at for at in block.range(i, i + 1))) for i in range(2))
-    data[first], data[other] = data[other], data[first]
-    _, chunk = opened(bytes(data), StoreCipher(SECRET))
-    with pytest.raises(CorruptEntry, match=r"checksum of block key\.0 differs"):
-        chunk.layer(0)
-
-
 def test_the_cipher_itself_refuses_a_part_in_the_place_of_another() -> None:
     _, entry_cipher = StoreCipher(SECRET).new_entry()
     stored = entry_cipher.encrypt(1, b"first")
