@@ -1,13 +1,15 @@
-"""Run work in forked processes, and see how they end."""
+"""Run work in forked processes, see how they end, and count in memory that outlives them."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 MOST_SECONDS = 120
@@ -44,3 +46,20 @@ def kill(child: int) -> int:
     """Kill a child; return its exit status."""
     os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Counters:
+    """Named counters, a row of them for each worker, who alone changes it."""
+
+    def __init__(self, names: Sequence[str], workers: int = 1) -> None:
+        self._names = {name: index for index, name in enumerate(names)}
+        cells = mmap.mmap(-1, 8 * len(names) * workers)
+        self._cells = np.frombuffer(cells, dtype=np.int64).reshape(workers, len(names))
+
+    def add(self, worker: int, name: str, count: int = 1) -> None:
+        """Count."""
+        self._cells[worker, self._names[name]] += count
+
+    def total(self, *names: str) -> int:
+        """Return the sum over all workers."""
+        return int(sum(self._cells[:, self._names[name]].sum() for name in names))

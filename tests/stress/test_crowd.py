@@ -18,8 +18,7 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.testing import example_key
 from tests.stress.campaign import Tally, sized
 from tests.stress.content import LARGEST_BYTES, chunk_of, files_of, wrong_bytes
-from tests.stress.processes import fork, wait
-from tests.stress.shared import Counters
+from tests.stress.processes import Counters, fork, wait
 
 PROCESSES, THREADS = 4, 8
 NUMBERS = 40

@@ -17,8 +17,7 @@ from qcfuse_rag.store.admin import fsck
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
 from tests.stress.campaign import Tally, sized
-from tests.stress.processes import fork, kill, wait
-from tests.stress.shared import Counters
+from tests.stress.processes import Counters, fork, kill, wait
 from tests.support.engines import make_engine
 
 TEXTS = [f"passage {number} of the report: {'some words ' * 30}" for number in range(12)]

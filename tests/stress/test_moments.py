@@ -14,6 +14,7 @@ from qcfuse_rag.store.admin import collect_garbage, fsck
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.files import StoreFiles
 from qcfuse_rag.store.testing import example_key
+from tests.store.disk.folders import in_a_child
 from tests.stress.content import chunk_of, files_of, wrong_bytes
 
 LIMIT_BYTES = 400_000
@@ -97,15 +98,4 @@ def in_a_child_that_dies_after(owner: type, name: str, work: Callable[[], object
         setattr(owner, name, last)
         work()
 
-    return in_a_child(deadly) == signal.SIGKILL
-
-
-def in_a_child(work: Callable[[], object]) -> int:
-    """Run something in a process of its own; return the signal that ended it, or 0."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return os.WTERMSIG(os.waitpid(child, 0)[1])
+    return in_a_child(deadly) == -signal.SIGKILL

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
 import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
 
 from qcfuse_rag import DiskStore, LanguageModel
 from qcfuse_rag.store.admin import collect_garbage, fsck, rebuild
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.testing import example_key
 from tests.stress.content import chunk_of, wrong_bytes
-from tests.stress.processes import fork, kill
+from tests.stress.processes import Counters, fork, kill
 from tests.support.engines import make_engine
 
 NUMBERS = 24
@@ -24,34 +21,29 @@ WEIGHTS = {"put": 60, "get": 20, "discard": 6, "quarantine": 5, "pin": 5, "fsck"
 
 
 class Record:
-    """Counters in memory that parent and child share: what is being done, what was done, wrong bytes read."""
+    """What is being done, how many things were begun, and wrong bytes read; parent and child share it."""
 
     def __init__(self) -> None:
-        self._cells = np.frombuffer(mmap.mmap(-1, 4096), dtype=np.int64)
+        self._counters = Counters(("doing", "steps", "wrong"))
 
     def doing(self, what: str) -> None:
-        """Say what comes next."""
-        self._cells[0] = DOINGS.index(what)
-        self._cells[1] += 1
+        self._counters.add(0, "doing", DOINGS.index(what) - self._counters.total("doing"))
+        self._counters.add(0, "steps")
 
     def add_wrong(self, count: int) -> None:
-        """Count wrong bytes."""
-        self._cells[2] += count
+        self._counters.add(0, "wrong", count)
 
     @property
     def last(self) -> str:
-        """What was being done at the end."""
-        return DOINGS[self._cells[0]]
+        return DOINGS[self._counters.total("doing")]
 
     @property
     def steps(self) -> int:
-        """How many things were begun."""
-        return int(self._cells[1])
+        return self._counters.total("steps")
 
     @property
     def wrong(self) -> int:
-        """Wrong bytes read."""
-        return int(self._cells[2])
+        return self._counters.total("wrong")
 
 
 def killed_after(seconds: float, work: Callable[[Record], None]) -> Record:

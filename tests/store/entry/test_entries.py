@@ -105,13 +105,15 @@ def test_a_damaged_piece_spoils_its_own_rows_and_no_others(cipher: StoreCipher |
             chunk.layer(0, *rows)
 
 
-@given(position=st.integers(0, len(written(example_chunk())) - 1), change=st.integers(1, 255))
-@settings(max_examples=150, deadline=None)
-def test_no_changed_byte_goes_unnoticed_unless_it_is_padding(position: int, change: int) -> None:
-    data = bytearray(written(example_chunk()))
-    data[position] ^= change
+@given(cipher=st.sampled_from(list(CIPHERS.values())), share=st.floats(0, 1), change=st.integers(1, 255))
+@settings(max_examples=200, deadline=None)
+def test_no_changed_byte_goes_unnoticed_unless_it_is_padding(
+    cipher: StoreCipher | None, share: float, change: int
+) -> None:
+    data = bytearray(written(example_chunk(), cipher))
+    data[round(share * (len(data) - 1))] ^= change
     try:
-        _, found = opened(bytes(data))
+        _, found = opened(bytes(data), cipher)
         found.read()
     except CorruptEntry:
         return
