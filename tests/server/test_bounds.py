@@ -10,7 +10,7 @@ import random
 import pytest
 
 from qcfuse_rag import LanguageModel, MemoryStore, SchedulerSettings
-from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend

@@ -3,57 +3,70 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
 from qcfuse_rag.errors import CorruptEntry, StoreError
+from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry import codec as entry_format
 from qcfuse_rag.store.entry.codec import encode, open_chunk
-from qcfuse_rag.store.testing import example_chunk, example_key
+from qcfuse_rag.store.testing import example_chunk, example_key, example_patch
 from tests.store.entry.entries import CountingSource, header_of, opened, with_header, written
+
+HEADERS = [
+    *(("tokens", value) for value in (0, True, 1 << 40)),
+    ("layers", 1 << 60),
+    ("numbers", "int4"),
+    ("dtype", "float64"),
+    *(("expires", value) for value in ("soon", float("nan"))),
+    ("blocks", []),
+    ("key", None),
+    ("key", {"fingerprint": {}, "base": "", "prefix": "", "ids": "", "namespace": ""}),
+]
+PATCH_HEADERS = [
+    ("Context", []),
+    ("x" * 33, []),
+    *(("extras", value) for value in (None, [], ["other"], ["inter", "inter"], "inter", ["ranking"])),
+    *(("numbers", value) for value in ("rank8", "rank5", "model", "int8")),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("tokens", 0),
-        ("tokens", True),
-        ("tokens", 1 << 40),
-        ("layers", 1 << 60),
-        ("numbers", "int4"),
-        ("dtype", "float64"),
-        ("expires", "soon"),
-        ("expires", float("nan")),
-        ("blocks", []),
-        ("key", None),
-        ("key", {"fingerprint": {}, "base": "", "prefix": "", "ids": "", "namespace": ""}),
-    ],
+    ("make", "name", "value"),
+    [*((example_chunk, *case) for case in HEADERS), *((example_patch, *case) for case in PATCH_HEADERS)],
 )
-def test_a_header_that_cannot_be_is_refused(name: str, value: object) -> None:
-    data = written(example_chunk())
+def test_a_header_that_cannot_be_is_refused(make: Callable[[], ChunkKV], name: str, value: object) -> None:
+    data = written(make())
     changed = json.dumps({**header_of(data), name: value}).encode()
     with pytest.raises(CorruptEntry, match="header makes no sense"):
         opened(with_header(data, changed))
 
 
+BLOCKS = [
+    ("name", "key.9"),
+    ("dtype", "float64"),
+    *(("shape", shape) for shape in ([5, 2, 0], [5, 2, -8], [6, 2, 8])),
+    ("offset", 8192),
+    *(("xxh3", checksums) for checksums in ([], ["0", "0"])),
+]
+PATCH_BLOCKS = [
+    *((1, "shape", shape) for shape in ([5, 2], [5])),
+    *((2, "shape", shape) for shape in ([3, 2, 8], [5, 2, 8])),
+    *((3, "shape", shape) for shape in ([5, 3], [5, 4, 1])),
+    *((block, "dtype", dtype) for block, dtype in ((1, "int8"), (2, "int8"), (3, "bfloat16"))),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("name", "key.9"),
-        ("dtype", "float64"),
-        ("shape", [5, 2, 0]),
-        ("shape", [5, 2, -8]),
-        ("shape", [6, 2, 8]),
-        ("offset", 8192),
-        ("xxh3", []),
-        ("xxh3", ["0", "0"]),
-    ],
+    ("make", "block", "name", "value"),
+    [*((example_chunk, 1, *case) for case in BLOCKS), *((example_patch, *case) for case in PATCH_BLOCKS)],
 )
-def test_a_block_that_cannot_be_is_refused(name: str, value: object) -> None:
-    data = written(example_chunk())
+def test_a_block_that_cannot_be_is_refused(make: Callable[[], ChunkKV], block: int, name: str, value: object) -> None:
+    data = written(make())
     about = header_of(data)
-    about["blocks"][1][name] = value
-    with pytest.raises(CorruptEntry, match="header makes no sense"):
+    about["blocks"][block][name] = value
+    with pytest.raises(CorruptEntry, match=r"header makes no sense|bytes of"):
         opened(with_header(data, json.dumps(about).encode()))
 
 
