@@ -23,15 +23,7 @@ TRUNCATION_ADVICE = {"length": "raise max_tokens", "stop": "a string of `stop` s
 def bind_json_schema(
     chat: BaseChatModel, schema: dict[str, Any] | type, *, include_raw: bool, any_object: bool, options: dict[str, Any]
 ) -> Runnable[LanguageModelInput, Any]:
-    """Return a chat model that writes JSON of a schema, with a parser after it.
-
-    Args:
-        chat: the chat model, which takes OpenAI's `response_format`.
-        schema: a pydantic class, a typed dictionary or a JSON schema.
-        include_raw: return `raw`, `parsed` and `parsing_error` instead of raising.
-        any_object: allow any JSON object, and use the schema for parsing only.
-        options: keyword arguments of its calls.
-    """
+    """Return a chat model that writes JSON of a schema, or `any_object`, with a parser after it."""
     json_schema = convert_to_json_schema(schema)
     by_schema = {"type": "json_schema", "json_schema": {"name": json_schema["title"], "schema": json_schema}}
     tracing = {"kwargs": {"method": "json_mode" if any_object else "json_schema"}, "schema": json_schema}
@@ -48,7 +40,7 @@ def bind_json_schema(
 def bind_schema_tool(
     chat: BaseChatModel, schema: dict[str, Any] | type, *, include_raw: bool, options: dict[str, Any]
 ) -> Runnable[LanguageModelInput, Any]:
-    """Return a chat model that must call a tool of a schema, with a parser after it; see `bind_json_schema`."""
+    """Return a chat model that must call a tool of a schema, with a parser after it."""
     tracing = {"kwargs": {"method": "function_calling"}, "schema": schema}
     options = _without_strict(options)
     bound = chat.bind_tools([schema], tool_choice="any", ls_structured_output_format=tracing, **options)
@@ -101,5 +93,4 @@ def _require_complete(message: AIMessage) -> None:
 
 
 def _without_strict(options: dict[str, Any]) -> dict[str, Any]:
-    """Drop `strict`: schemas are always followed strictly."""
-    return {name: value for name, value in options.items() if name != "strict"}
+    return {name: value for name, value in options.items() if name != "strict"}  # schemas are always followed strictly

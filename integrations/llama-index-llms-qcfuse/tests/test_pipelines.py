@@ -81,16 +81,6 @@ def test_the_pipelines_own_cache_does_not_lose_a_document_that_changes_back(llm:
 
 
 @both_ways
-def test_the_pipelines_own_cache_does_not_lose_a_document_that_was_forgotten(llm: QCFuseLLM, way: str) -> None:
-    ingestion = Ingestion(llm, way)
-    ingestion.run(a=[FERRY])
-    llm.engine.forget("a")
-    ingestion.docstore.delete_document("a")
-    ingestion.run(a=[FERRY])
-    assert stored(llm.engine) == {FERRY}
-
-
-@both_ways
 def test_a_persisted_pipeline_warms_a_store_that_is_new(llm: QCFuseLLM, way: str, tmp_path: Path) -> None:
     first = Ingestion(llm, way)
     first.run(a=[FERRY])

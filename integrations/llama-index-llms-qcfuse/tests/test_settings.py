@@ -58,6 +58,7 @@ def test_sampling_settings_are_those_of_the_engine(llm: QCFuseLLM) -> None:
     copied = llm.model_copy(update=settings).sampling()
     assert {name: getattr(copied, name) for name in SAMPLING_SETTINGS} == settings
     assert llm.sampling(**settings) == copied
+    assert llm.sampling(stop="END").stop == ("END",), "a single string is one string"
 
 
 def test_given_functions_word_the_prompts(llm: QCFuseLLM) -> None:

@@ -60,12 +60,7 @@ def without_class_name(values: Any) -> Any:
 
 
 class PreparedMessages(list[ChatMessage]):
-    """Messages of a prompt that is built in another way than from their text; callbacks and events show the messages.
-
-    Args:
-        messages: the messages.
-        build: builds the prompt.
-    """
+    """Messages of a prompt that `build` makes, not from their text; callbacks and events show the messages."""
 
     def __init__(self, messages: Iterable[ChatMessage], build: Callable[[FusionEngine], Prompt]) -> None:
         super().__init__(messages)
@@ -237,7 +232,6 @@ class QCFuseLLM(EngineSettings, CustomLLM):
         return build
 
     def _reader(self, request: RequestHandle, kwargs: dict[str, Any]) -> ResponseReader:
-        """Return a reader of an answer; the model is loaded by now."""
         return ResponseReader(self.engine.lm.tokenizer, _response_format(kwargs), request.prompt)
 
     def _text(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> AnswerRequest:

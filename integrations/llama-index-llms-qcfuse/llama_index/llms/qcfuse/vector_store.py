@@ -111,10 +111,9 @@ class QCFuseVectorStore(BasePydanticVectorStore):
         `SimpleVectorStore` only knows the documents of its nodes, so passages are forgotten with their document's last
         node. With other stores that do not return nodes, they are forgotten when the document is deleted.
         """
-        with suppress(NotImplementedError):
-            self._forget_nodes(
-                self.vector_store.get_nodes(node_ids=node_ids, filters=filters) if node_ids or filters else []
-            )
+        if node_ids or filters:
+            with suppress(NotImplementedError):
+                self._forget_nodes(self.vector_store.get_nodes(node_ids=node_ids, filters=filters))
         before = self._simple_sources()
         self.vector_store.delete_nodes(node_ids=node_ids, filters=filters, **delete_kwargs)
         self._forget(before - self._simple_sources())
@@ -123,11 +122,10 @@ class QCFuseVectorStore(BasePydanticVectorStore):
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
         """Forget the passages of nodes and delete the nodes, like `delete_nodes`."""
-        with suppress(NotImplementedError):
-            nodes = (
-                await self.vector_store.aget_nodes(node_ids=node_ids, filters=filters) if node_ids or filters else []
-            )
-            await asyncio.to_thread(self._forget_nodes, nodes)
+        if node_ids or filters:
+            with suppress(NotImplementedError):
+                nodes = await self.vector_store.aget_nodes(node_ids=node_ids, filters=filters)
+                await asyncio.to_thread(self._forget_nodes, nodes)
         before = self._simple_sources()
         await self.vector_store.adelete_nodes(node_ids=node_ids, filters=filters, **delete_kwargs)
         await asyncio.to_thread(self._forget, before - self._simple_sources())
@@ -173,14 +171,8 @@ class QCFuseVectorStore(BasePydanticVectorStore):
     def _warm(self, nodes: Sequence[BaseNode]) -> None:
         warn_of_windows(nodes, self.target_metadata_key)
         passages = [passage_of(node, self.target_metadata_key) for node in nodes]
-        summary = warm_passages(
-            self.llm.engine,
-            passages,
-            access_key=self.access_key,
-            show_progress=self.show_progress,
-            replace=False,
-        )
-        warn_not_stored(summary)
+        options: dict[str, Any] = {"access_key": self.access_key, "show_progress": self.show_progress}
+        warn_not_stored(warm_passages(self.llm.engine, passages, replace=False, **options))
 
     def _forget_nodes(self, nodes: Sequence[BaseNode]) -> None:
         engine = self.llm.engine
