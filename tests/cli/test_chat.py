@@ -52,21 +52,16 @@ def test_each_answer_names_its_sources_and_the_model_is_loaded_once(say, monkeyp
 def test_explain_writes_the_page_of_the_last_answer_and_names_it(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     page = tmp_path / "last page.html"
     page.touch(mode=0o644)
-    code, out, _ = say("/explain", "Who keeps the paint?", "And when?", f"/explain {page}", "/quit", "Never asked?")
+    questions = ("Who keeps the paint?", "And when?")
+    code, out, _ = say("/help", "/hello there", "/explain", *questions, f"/explain {page}", "/quit", "Never asked?")
     assert code == 0
+    assert all(command in out for command in ("/explain", "/help", "/quit"))
+    assert "There is no command /hello; /help lists the commands." in out
     assert "There is no answer to explain yet; ask a question first." in out
     assert f"The page is {page.as_uri()}" in out
     assert "<h1>And when?</h1>" in page.read_text()
     assert page.stat().st_mode & 0o777 == 0o600
     assert "Passage 1: harbour.md" in page.read_text(), "without the folders of this machine"
-
-
-@pytest.mark.slow
-def test_commands_are_listed_and_unknown_ones_are_named(say) -> None:  # type: ignore[no-untyped-def]
-    code, out, _ = say("/help", "/hello there")
-    assert code == 0
-    assert all(command in out for command in ("/explain", "/help", "/quit"))
-    assert "There is no command /hello; /help lists the commands." in out
 
 
 def test_a_question_that_never_fits_leaves_the_conversation_as_it_was() -> None:
