@@ -236,16 +236,8 @@ class Decoder:
                 lease.keep(prompt, kept, self.buffer, min(self._exact_positions(), len(prompt) + len(kept)))
             except Exception as error:  # such as memory that is used up; the answer is complete
                 LOG.warning("the answer's keys and values were not kept: %s", error)
-        return Generation(
-            completion.text,
-            tuple(completion.ids),
-            reason,
-            self._prefilled.report,
-            decode_s,
-            self.healing_report(),
-            self.logprobs,
-            self.passes,
-        )
+        answer = completion.text, tuple(completion.ids), reason, self._prefilled.report, decode_s
+        return Generation(*answer, self.healing_report(), self.logprobs, self.passes)
 
     def healing_report(self) -> HealingReport | None:
         """Return what healing did so far; None for `fast`."""
@@ -256,7 +248,7 @@ class Decoder:
         return exact if exact < len(self._prefilled.prompt) else exact + len(self.completion.ids)
 
     def _compute_candidates(self, candidates: list[int]) -> None:
-        """Compute the rows of the last token and of candidates after it; later rows replace those of wrong ones."""
+        # Later rows replace those of wrong candidates.
         self.passes += 1
         lm, ids = self._runner.lm, [self.completion.ids[-1], *candidates]
         plan = RowsPlan.between(self.position, self.position + len(ids), lm.device, lm.sliding)
@@ -366,8 +358,7 @@ class HealingDecoder(Decoder):
     def _survive(self, error: Exception) -> None:
         LOG.warning("healing failed", exc_info=error)
         traceback.clear_frames(error.__traceback__)
-        self._reason = f"healing failed: {error}"
-        self._rows = 0
+        self._reason, self._rows = f"healing failed: {error}", 0
 
 
 class ExactDecoder(HealingDecoder):
@@ -432,7 +423,6 @@ class ExactDecoder(HealingDecoder):
             self._verify()
 
     def _verify(self) -> None:
-        """Take the beginning of the draft that agrees with full prefill, and go on from there."""
         draft = self.completion.ids
         logits = self._healing.finish(draft)
         accepted = self._healing.verified(draft) or 0

@@ -18,8 +18,7 @@ import torch
 from qcfuse_rag.models.cpu_weights import multiplies_bfloat16
 from qcfuse_rag.runtime.language_model import LanguageModel
 
-NGRAM_SIZES = (3, 2)
-"""Numbers of last tokens that are looked up, the longest first."""
+NGRAM_SIZES = (3, 2)  # numbers of last tokens that are looked up, the longest first
 CREDIT, SAVED = 2.0, 0.1
 """Steps that candidates may lose at first, and the share of a step that each step without them adds to that."""
 ROW_COST, BFLOAT16_ROW_COST = 0.2, 0.04
@@ -60,7 +59,6 @@ class PromptLookup:
         self._balance = min(CREDIT, self._balance + 1)
 
     def _learn(self) -> None:
-        """Note the index after each n-gram, the last one of the same tokens; nothing follows the newest tokens yet."""
         for stop in range(max(1, self._known), len(self._ids)):
             for size in NGRAM_SIZES:
                 if stop >= size:

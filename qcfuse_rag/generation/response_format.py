@@ -49,11 +49,9 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The tags of one model's reasoning.
+    """The tags of one model's reasoning, as a response template of transformers, which may find the opening tag itself.
 
-    Attributes:
-        response_template: in the form of transformers, with fields for reasoning and content.
-        opening: the opening tag, which a prompt may end with; None if the response template finds that out itself.
+    Otherwise `opening` is that tag, which a prompt may end with.
     """
 
     response_template: Mapping[str, Any]
@@ -219,15 +217,13 @@ class ResponseFormat:
     def schema(self) -> Mapping[str, Any] | None:
         """The JSON schema that the answer must follow; None if the answer is text."""
         requested = self.response_format or {"type": "text"}
-        if requested.get("type") in ("text", "json_object"):
-            return {"type": "object"} if requested["type"] == "json_object" else None
-        try:
-            if requested["type"] == "json_schema":
-                schema = requested["json_schema"]["schema"]
-                if isinstance(schema, Mapping):
-                    return schema
-        except (KeyError, TypeError):
-            pass
+        match requested:
+            case {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                return {"type": "object"}
+            case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
+                return schema
         raise QCFuseError(
             'response_format has to be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
             f'"json_schema": {{"schema": ...}}}}, not {dict(requested)}'
@@ -260,12 +256,9 @@ class ResponseFormat:
 
 @dataclass(frozen=True, slots=True)
 class ResponseSyntax:
-    """How a model delimits the parts of an answer.
+    """How a model delimits the parts of an answer: tool calls and reasoning, if it can have any.
 
-    Attributes:
-        tool_calls: the syntax of tool calls; None if the answer can have none.
-        reasoning: the tags of reasoning; None if the answer has none.
-        hidden: special tokens to remove from the answer; None if the answer is decoded without special tokens.
+    `hidden` are special tokens to remove from the answer; None if the answer is decoded without special tokens.
     """
 
     tool_calls: ToolCallParser | None
@@ -274,11 +267,7 @@ class ResponseSyntax:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, response_format: ResponseFormat) -> ResponseSyntax:
-        """Return the syntax of a model's answers in a format.
-
-        Raises:
-            UnsupportedModel: if there are tools and the model's syntax of tool calls is unknown.
-        """
+        """Return the syntax of a model's answers; raise `UnsupportedModel` if that of tool calls is not known."""
         tools = response_format.visible_tools
         parser = tool_call_parser(tokenizer, tools) if tools else None
         # A grammar leaves no place for reasoning.

@@ -56,8 +56,7 @@ SOURCE_FILE = "source.json"
 """File with the fields that saving changes in the configuration. It is written last: a folder with it is complete."""
 CONVERTED_TOKENIZER = PreTrainedTokenizerFast
 """Takes the rules of `tokenizer.json`; a class such as Qwen2Tokenizer would build its own from the vocabulary."""
-FREE_BYTES = 2 << 30
-"""Disk space to leave free."""
+FREE_BYTES = 2 << 30  # disk space to leave free
 ABANDONED_S = 3600.0
 """Age from which on an unfinished conversion is taken for that of a process that was killed."""
 
@@ -74,10 +73,7 @@ class GgufConversion:
 
     @classmethod
     def locate(cls, gguf: Path, dtype: torch.dtype | str) -> GgufConversion | None:
-        """Return where the conversion of a file lies; None if conversions are off or the file cannot be read.
-
-        Reads the whole file the first time, in about 0.1 s per GB if the system has it in memory.
-        """
+        """Return where a conversion lies, by hashing the file once; None if conversions are off or it is unreadable."""
         if os.environ.get(SWITCH) == "0":
             return None
         settings = f"{dtype} model {transformers.__version__} "
@@ -167,9 +163,8 @@ def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 def cached_gguf_header() -> Iterator[None]:
     """Cache what `gguf` reads until the block ends; one block at a time.
 
-    transformers (5.15 to 5.23) reads a GGUF header three times, for the configuration, the tokenizer and the weights,
-    each time with the whole vocabulary, and lists the tensor names once for each module of the model. That takes longer
-    than reading the weights. `GGUFReader` is a function until the block ends.
+    transformers (5.15 to 5.23) reads a GGUF header three times, and lists the tensor names once for each module. That
+    takes longer than reading the weights. `GGUFReader` is a function until the block ends.
     """
     import gguf
 

@@ -75,10 +75,7 @@ def prompt_from_text(
     tools: Sequence[Tool] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """Build a prompt from chat messages or finished text; see `FusionEngine.prompt_from_text`.
-
-    If the passages cannot be searched, the whole text is computed, and the prompt's note says why.
-    """
+    """See `FusionEngine.prompt_from_text`; if passages cannot be searched, the prompt's note says why."""
     builder.tokens.require_short(conversation, *tools, chat_template_kwargs or "")
     finished = isinstance(conversation, str)
     if finished and chat_template_kwargs:
@@ -100,11 +97,7 @@ def prompt_among_turns(
     tools: Sequence[Tool],
     later: Sequence[Turn],
 ) -> Prompt:
-    """Build a prompt from a question, its passages and other turns, in which warmed passages are recognised.
-
-    Earlier questions may contain passages, and tools may have found some. They stay in their turns. See
-    `PromptBuilder.build` for the arguments and `FusionEngine.prompt` for errors.
-    """
+    """See `PromptBuilder.build`; warmed passages in other turns, of earlier questions and tools, are recognised."""
     if not history and not later:
         return builder.build(question, passages, tools=tools)
     notes: list[str | None] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,8 +41,6 @@ def test_decoding_over_a_fused_cache_equals_feeding_the_answer_as_rows(engine: F
     prompt = engine.prompt(QUESTION, PASSAGES)
     method = make_method("reuse")
     answer = engine.generate(prompt, SamplingParams(max_new_tokens=10), method=method)
-    from dataclasses import replace
-
     for count in range(1, 10):
         tail = prompt.segments[-1]
         longer = replace(prompt, segments=(*prompt.segments[:-1], replace(tail, ids=tail.ids + answer.ids[:count])))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.generation import decoding
-from qcfuse_rag.generation.decoding import DRAFT_TOKENS
+from qcfuse_rag.generation.decoding import DRAFT_TOKENS, HealingReport
 from qcfuse_rag.generation.sampling import Constraint
 from qcfuse_rag.runtime.cost import StepCosts
 from qcfuse_rag.store.backends.base import Miss
@@ -49,6 +49,11 @@ def healing_rows(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, rows: in
     monkeypatch.setattr(engine.runner, "step_costs", lambda: costs)
 
 
+def healed(answer: Generation) -> HealingReport:
+    assert answer.healing is not None
+    return answer.healing
+
+
 def same(answer: Generation, plain: Generation) -> bool:
     return (answer.ids, answer.text, answer.finish_reason) == (plain.ids, plain.text, plain.finish_reason)
 
@@ -67,9 +72,8 @@ class TestEveryFamily:
             assert answer.ids == expected, method.name
             assert answer.verified_upto == len(expected)
             assert same(answer, engine.generate(prompt, GREEDY, method=FULL))
-            assert answer.healing is not None
-            assert (answer.healing.exact_tokens, answer.healing.reason) == (len(prompt), None)
-            assert 0 < answer.healing.drafted <= DRAFT_TOKENS
+            assert (healed(answer).exact_tokens, healed(answer).reason) == (len(prompt), None)
+            assert 0 < healed(answer).drafted <= DRAFT_TOKENS
 
     @pytest.mark.parametrize("rows", cases([4, 64, 512], 64))
     def test_it_ends_over_an_exact_cache(
@@ -80,10 +84,9 @@ class TestEveryFamily:
         params = replace(HEAL, max_new_tokens=120)
         stream = engine.stream(prompt, params, method=METHODS[0])
         answer = stream.result()
-        assert answer.healing is not None
-        if answer.healing.reason is not None:
+        if healed(answer).reason is not None:
             pytest.skip("this model's answer ends early")
-        assert answer.healing.exact_tokens == len(prompt)
+        assert healed(answer).exact_tokens == len(prompt)
         logits, table = references.plain_forward(engine.lm, prompt.ids + answer.ids[:-1])
         expected = logits[len(prompt) - 1 :].argmax(-1).tolist()
         agrees = [token == greedy for token, greedy in zip(answer.ids, expected, strict=True)]
@@ -108,14 +111,11 @@ class TestExact:
         answer = engine.generate(prompt, EXACT, method=METHODS[0])
         full = engine.generate(prompt, GREEDY, method=FULL)
         assert same(answer, full)
-        assert answer.healing is not None
         agreeing = [pair[0] == pair[1] for pair in zip(fused, full.ids, strict=False)]
         agreed = agreeing.index(False) if False in agreeing else len(agreeing)
-        assert (answer.healing.drafted, answer.healing.accepted) == (len(fused), agreed)
+        assert (healed(answer).drafted, healed(answer).accepted) == (len(fused), agreed)
 
-    @pytest.mark.parametrize(
-        "length", cases([1, 2, 3, DRAFT_TOKENS - 1, DRAFT_TOKENS, DRAFT_TOKENS + 1], 1, DRAFT_TOKENS)
-    )
+    @pytest.mark.parametrize("length", cases([1, 2, DRAFT_TOKENS, DRAFT_TOKENS + 1], 1, DRAFT_TOKENS))
     def test_the_length_limit_is_respected(self, engine: FusionEngine, prompt: Prompt, length: int) -> None:
         params = replace(EXACT, max_new_tokens=length)
         full = engine.generate(prompt, replace(params, fidelity="fast"), method=FULL)
@@ -148,36 +148,29 @@ class TestExact:
     def test_text_streams_once_it_is_verified_and_not_before(self, engine: FusionEngine, prompt: Prompt) -> None:
         stream = engine.stream(prompt, EXACT, method=METHODS[0])
         assert stream.verified_upto is None
-        pieces, verified = [], []
-        for piece in stream:
-            pieces.append(piece)
-            verified.append(stream.verified_upto)
-        assert None not in verified
-        assert stream.generation is not None
-        assert "".join(pieces) == stream.generation.text
-        assert same(stream.generation, engine.generate(prompt, GREEDY, method=FULL))
+        pieces = [(piece, stream.verified_upto) for piece in stream]
+        assert None not in [verified for _, verified in pieces]
+        assert "".join(piece for piece, _ in pieces) == stream.result().text
+        assert same(stream.result(), engine.generate(prompt, GREEDY, method=FULL))
 
     def test_a_sampled_answer_is_sampled_over_the_exact_cache(self, engine: FusionEngine, prompt: Prompt) -> None:
         sampled = SamplingParams(max_new_tokens=12, temperature=0.9, seed=7)
         answer = engine.generate(prompt, replace(sampled, fidelity="exact"))
         assert same(answer, engine.generate(prompt, sampled, method=FULL))
         assert answer.verified_upto is None
-        assert answer.healing is not None
-        assert answer.healing.drafted == 0
-        assert answer.healing.exact_tokens == len(prompt)
+        assert healed(answer).drafted == 0
+        assert healed(answer).exact_tokens == len(prompt)
 
     def test_an_answer_of_a_grammar_is_full_prefills(self, engine: FusionEngine, prompt: Prompt) -> None:
         pytest.importorskip("llguidance")
         answer = engine.generate(prompt, replace(GRAMMAR, fidelity="exact"))
         assert same(answer, engine.generate(prompt, GRAMMAR, method=FULL))
-        assert answer.healing is not None
-        assert answer.healing.exact_tokens == len(prompt)
+        assert healed(answer).exact_tokens == len(prompt)
         assert answer.verified_upto == len(answer.ids)
 
     def test_a_prompt_that_was_computed_in_full_is_decoded_at_once(self, engine: FusionEngine, prompt: Prompt) -> None:
         answer = engine.generate(prompt, EXACT, method=FULL)
-        assert answer.healing is not None
-        assert (answer.healing.drafted, answer.verified_upto) == (0, len(answer.ids))
+        assert (healed(answer).drafted, answer.verified_upto) == (0, len(answer.ids))
 
     def test_a_cancelled_draft_leaves_no_text(self, engine: FusionEngine, prompt: Prompt) -> None:
         cancel = threading.Event()
@@ -197,8 +190,7 @@ class TestExact:
         monkeypatch.setattr(Healing, failing, broken)
         answer = engine.generate(prompt, EXACT, method=METHODS[0])
         assert same(answer, engine.generate(prompt, GREEDY, method=FULL))
-        assert answer.healing is not None
-        assert answer.healing.reason == "healing failed: the device is out of memory"
+        assert healed(answer).reason == "healing failed: the device is out of memory"
         assert answer.verified_upto == len(answer.ids)
 
 
@@ -211,8 +203,7 @@ class TestHeal:
         healing_rows(engine, monkeypatch, rows)
         params = replace(GRAMMAR, max_new_tokens=100, grammar='start: /[a-m ]{40,60}/ "."')
         answer = engine.generate(prompt, replace(params, fidelity="heal"), method=METHODS[0])
-        assert answer.healing is not None
-        assert answer.healing.reason is None
+        assert healed(answer).reason is None
         logits, _ = references.plain_forward(engine.lm, prompt.ids + answer.ids[:-1])
         constraint = Constraint(engine.lm.grammar_vocabulary, str(params.grammar))
         agrees = []
@@ -220,15 +211,6 @@ class TestHeal:
             greedy = constraint.mask_after(answer.ids[:index], logits[len(prompt) - 1 + index])
             agrees.append(int(greedy.argmax()) == token)
         assert answer.verified_upto == (agrees.index(False) if False in agrees else len(agrees))
-
-    @pytest.mark.slow
-    def test_its_first_token_is_that_of_fast(
-        self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        healing_rows(engine, monkeypatch, 64)
-        for method in METHODS:
-            fast = engine.generate(prompt, GREEDY, method=method)
-            assert engine.generate(prompt, HEAL, method=method).ids[0] == fast.ids[0]
 
     def test_where_no_row_fits_beside_a_step_one_step_in_so_many_heals(
         self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
@@ -244,8 +226,7 @@ class TestHeal:
     def test_with_no_slowdown_nothing_is_healed_and_it_says_so(self, engine: FusionEngine, prompt: Prompt) -> None:
         answer = engine.generate(prompt, replace(HEAL, slowdown=0.0))
         assert same(answer, engine.generate(prompt, GREEDY))
-        assert answer.healing is not None
-        assert answer.healing.reason == "nothing was healed: no token may take longer, since `slowdown` is 0"
+        assert healed(answer).reason == "nothing was healed: no token may take longer, since `slowdown` is 0"
         assert answer.verified_upto is None
 
     def test_an_answer_that_ends_early_says_how_far_it_came(
@@ -253,8 +234,7 @@ class TestHeal:
     ) -> None:
         healing_rows(engine, monkeypatch, 2)
         answer = engine.generate(prompt, replace(HEAL, max_new_tokens=3), method=METHODS[0])
-        assert answer.healing is not None
-        assert "prompt tokens were exact" in str(answer.healing.reason)
+        assert "prompt tokens were exact" in str(healed(answer).reason)
         assert answer.verified_upto is None
 
     def test_a_failure_keeps_the_fused_answer(
@@ -264,8 +244,7 @@ class TestHeal:
         monkeypatch.setattr(Healing, "step", broken)
         answer = engine.generate(prompt, HEAL)
         assert same(answer, engine.generate(prompt, GREEDY))
-        assert answer.healing is not None
-        assert answer.healing.reason == "healing failed: the device is out of memory"
+        assert healed(answer).reason == "healing failed: the device is out of memory"
 
     @pytest.mark.slow
     def test_if_costs_cannot_be_measured_nothing_is_healed(
@@ -274,8 +253,7 @@ class TestHeal:
         monkeypatch.setattr(engine.runner, "step_costs", broken)
         answer = engine.generate(prompt, HEAL)
         assert same(answer, engine.generate(prompt, GREEDY))
-        assert answer.healing is not None
-        assert answer.healing.reason == (
+        assert healed(answer).reason == (
             "nothing was healed: its costs could not be measured: the device is out of memory"
         )
 
@@ -315,5 +293,4 @@ def test_a_store_that_hangs_costs_its_limit_and_the_answer_is_exact(
 def test_a_measurement_in_which_more_rows_cost_nothing_heals_no_endless_rows() -> None:
     pace = StepCosts(1.0, 0.0, 1e-12).pace(0.1)
     assert pace is not None
-    assert pace.rows <= 512
-    assert StepCosts(1.0, 0.5, 1e-12).rows_like_a_step <= 512
+    assert max(pace.rows, StepCosts(1.0, 0.5, 1e-12).rows_like_a_step) <= 512

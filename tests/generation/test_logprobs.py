@@ -9,16 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import (
-    FusionEngine,
-    Generation,
-    LanguageModel,
-    MemoryStore,
-    Prompt,
-    SamplingParams,
-    Scheduler,
-    make_method,
-)
+from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
+from qcfuse_rag.engine.scheduler import Scheduler
 from qcfuse_rag.generation.completion import (
     LOWEST,
     Detokenizer,

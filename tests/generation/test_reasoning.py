@@ -107,17 +107,7 @@ def test_without_marks_in_its_templates_a_model_has_no_reasoning(tokenizer: PreT
 def test_pieces_of_the_text_come_at_once() -> None:
     reader = ResponseReader(TAGGED, ResponseFormat(), prompt_ending("<assistant>\n"))
     pushed = [reader.push(piece) for piece in ("<think>", "One", " two", " </thi", "nk>", "\n\n", "Yes", " <", "b")]
-    assert pushed == [
-        ("", ""),
-        ("", "One"),
-        ("", " two"),
-        ("", ""),
-        ("", ""),
-        ("", ""),
-        ("Yes", ""),
-        (" <", ""),
-        ("b", ""),
-    ]
+    assert pushed == [("", ""), ("", "One"), ("", " two"), *[("", "")] * 3, ("Yes", ""), (" <", ""), ("b", "")]
 
 
 def test_calls_are_read_behind_the_reasoning() -> None:
@@ -171,8 +161,7 @@ class TestSpecialTokens:
         assert read(magistral, ["[THINK]", "a", "<s>", "[/THINK]", "b", "<pad>", "c"])[0] == ("bc", "a")
 
 
-@pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("fidelity", ["fast", "exact"])
+@pytest.mark.parametrize(("special", "fidelity"), [(True, "fast"), (False, "fast"), (True, "exact")])
 def test_a_models_own_answer_is_read(special: bool, fidelity: Any) -> None:
     tags = ("[THINK]", "[/THINK]")
     lm = thinking_model(*(tags if special else ()), template=thinking_template(*tags))

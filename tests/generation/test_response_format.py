@@ -36,16 +36,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-NO_CALLS = (
-    "",
-    "Plain words.",
-    '{"colour": "green"}',
-    "[1] says so.",
-    "```\nx\n```",
-    "[1, 2]",
-    "null",
-    '{"name": "moor"}',
-)
+NO_CALLS = ("", "Words.", '{"colour": "green"}', "[1] says so.", "```\nx\n```", "[1, 2]", "null", '{"name": "moor"}')
 
 
 def write_calls(parser: ToolCallParser, calls: list[ToolCall]) -> str:
@@ -281,13 +272,7 @@ class TestSchemas:
         assert close_objects(odd) == {
             "additionalProperties": False,
             "type": "object",
-            "properties": {
-                "properties": {
-                    "additionalProperties": False,
-                    "type": "object",
-                    "properties": {"x": {"type": "null"}},
-                }
-            },
+            "properties": {"properties": {"additionalProperties": False, **odd["properties"]["properties"]}},
             "$defs": {"open": {"type": "object", "properties": {}, "additionalProperties": True}},
             "default": {"properties": 1},
             "items": {"anyOf": [{"additionalProperties": False, "properties": {"y": True}}, True]},

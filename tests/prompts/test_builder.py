@@ -119,10 +119,7 @@ def test_no_part_of_a_message_ends_its_turn(taught: PromptBuilder) -> None:
 TOOL_PLACES: dict[str, Any] = {
     "name": {"name": "{}"},
     "description": {"name": "f", "description": "{}"},
-    "property": {"name": "f", "parameters": {"type": "object", "properties": {"{}": {"type": "string"}}}},
-    "property's description": {"name": "f", "parameters": {"properties": {"x": {"description": "{}"}}}},
     "required": {"name": "f", "parameters": {"properties": {"{}": {"type": "null"}}, "required": ["{}"]}},
-    "type": {"name": "f", "parameters": {"type": "{}"}},
     "enum and default": {"name": "f", "parameters": {"properties": {"x": {"enum": ["{}", 1], "default": "{}"}}}},
     "deep": {"name": "f", "parameters": {"$defs": {"{}": {"anyOf": [{"items": [{"pattern": "a{}b"}]}]}}}},
     "another field": {"name": "f", "strict": ["{}", {"{}": "{}"}]},
@@ -331,16 +328,6 @@ def test_a_chat_template_that_drops_messages_is_refused(tokenizer: PreTrainedTok
     other.chat_template = "{{ messages[0]['content'] }}"
     with pytest.raises(InvalidTemplate, match="repeats or drops message text"):
         PromptBuilder(other, PromptTemplate()).build(QUESTION, PASSAGES)
-
-
-def test_a_chat_template_that_prints_the_date_gives_the_same_prefix_every_day(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    other = build_tokenizer(lambda: PASSAGES)
-    other.chat_template = "Today is {{ strftime_now('%d %b %Y') }} {{ date_string }}\n" + str(tokenizer.chat_template)
-    prompt = PromptBuilder(other, PromptTemplate()).build(QUESTION, PASSAGES)
-    assert prompt.segments[0].text.startswith("Today is 01 Jan 2025 01 Jan 2025\n")
-    assert prompt.segments[0].ids == prompt.prefix_ids
 
 
 def test_a_chat_template_without_a_system_role_gets_its_text_in_the_first_turn() -> None:

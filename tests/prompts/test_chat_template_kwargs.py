@@ -10,6 +10,7 @@ from qcfuse_rag import PromptTemplate
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.chat_template import ChatTemplate
+from qcfuse_rag.prompts.segments import Role
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.thinking import thinking_template, thinking_tokenizer
 
@@ -111,10 +112,10 @@ def test_special_tokens_and_markers_in_variables_are_text(builder: PromptBuilder
 def test_the_clock_stays_stopped(builder: PromptBuilder) -> None:
     today = "Today is {{ strftime_now('%d %b %Y') }}, {{ date_string }}\n"
     builder.tokenizer.chat_template = today + thinking_template()
-    for kwargs in ({}, CHANGES_PREFIX, CHANGES_END):
-        assert (
-            builder.with_kwargs(kwargs).render([("user", "?")]).text.startswith("Today is 01 Jan 2025, 01 Jan 2025\n")
-        )
+    for kwargs in ({}, CHANGES_PREFIX):
+        prefix = builder.with_kwargs(kwargs).build(QUESTION, PASSAGES).segments[0]
+        assert prefix.text.startswith("Today is 01 Jan 2025, 01 Jan 2025\n")
+        assert prefix.role is Role.SYSTEM_PREFIX
 
 
 def test_a_value_that_the_template_cannot_take_is_a_clear_error(builder: PromptBuilder) -> None:

@@ -339,33 +339,24 @@ def test_passages_of_other_models_and_tenants_are_not_recognised(llama: Language
         assert make_engine(llama, theirs).prompt_from_text(flat(PASSAGES)).chunks == ()
 
 
-def test_a_manifest_that_is_damaged_before_the_first_prompt_costs_time_and_is_reported(
-    llama: LanguageModel, tmp_path: Path
+@pytest.mark.parametrize("failure", ["damaged", "closed"])
+def test_a_manifest_that_cannot_be_read_costs_time_and_is_reported(
+    llama: LanguageModel, tmp_path: Path, failure: str
 ) -> None:
     with FusionEngine(llama, DiskStore(tmp_path), method=QCFUSE) as engine:
         engine.warm(PASSAGES)
-    for file in tmp_path.glob("sources.db*"):
+    for file in tmp_path.glob("sources.db*") if failure == "damaged" else ():
         file.write_bytes(b"no database" * 500)
     with FusionEngine(llama, DiskStore(tmp_path), method=QCFUSE) as engine:
+        if failure == "closed":
+            engine.corpus.open_sources().close()
         prompt = engine.prompt_from_text(flat(PASSAGES))
         prefilled = engine.prefill(prompt)
     assert torch.allclose(prefilled.logits, references.plain_forward(llama, prompt.ids)[0][-1], atol=1e-4)
     assert str(prefilled.report.fallback).startswith("no passages were looked for: ")
 
 
-def test_a_manifest_that_cannot_be_read_costs_time_and_is_reported(llama: LanguageModel, tmp_path: Path) -> None:
-    with DiskStore(tmp_path) as store:
-        engine = FusionEngine(llama, store, method=QCFUSE)
-        engine.warm(PASSAGES)
-        engine.corpus.open_sources().close()
-        prompt = engine.prompt_from_text(flat(PASSAGES))
-        done = engine.prefill(prompt)
-    assert torch.allclose(done.logits, references.plain_forward(llama, prompt.ids)[0][-1], atol=1e-4)
-    assert str(done.report.fallback).startswith("no passages were looked for: cannot read the manifest")
-
-
-@pytest.mark.parametrize("numbers", ["model", "int8", "fp8", "rank16"])
-@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize(("numbers", "on_disk"), [("model", False), ("int8", True), ("fp8", False), ("rank16", True)])
 def test_a_cut_chunk_is_that_part_of_the_whole(
     llama: LanguageModel, tmp_path: Path, numbers: str, on_disk: bool
 ) -> None:
