@@ -277,9 +277,7 @@ class ChunkKV:
 
     def layer_names(self, layer: int) -> list[str]:
         """Return the names of a layer's blocks."""
-        side = side_block(self.numbers)
-        names = [f"{kind}.{layer}" for kind in KINDS]
-        return names if side is None else [block for name in names for block in (f"{name}.{side}", name)]
+        return _layer_names(layer, self.numbers)
 
     def copied(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> ChunkKV:
         """Return a copy in memory, with every block read and checked.
@@ -362,11 +360,13 @@ def check_notes(notes: Mapping[str, Any], extras: Sequence[str]) -> None:
 
 def block_names(n_layers: int, numbers: str, extras: tuple[str, ...] = ()) -> list[str]:
     """Return the names of a chunk's blocks in the order they are stored."""
-    names = [f"{kind}.{layer}" for layer in range(n_layers) for kind in KINDS]
+    return [RANKING, *extras, *(name for layer in range(n_layers) for name in _layer_names(layer, numbers))]
+
+
+def _layer_names(layer: int, numbers: str) -> list[str]:
     side = side_block(numbers)
-    if side is None:
-        return [RANKING, *extras, *names]
-    return [RANKING, *extras, *(block for name in names for block in (f"{name}.{side}", name))]
+    names = [f"{kind}.{layer}" for kind in KINDS]
+    return names if side is None else [block for name in names for block in (f"{name}.{side}", name)]
 
 
 def to_format(chunk: ChunkKV, numbers: str) -> ChunkKV:

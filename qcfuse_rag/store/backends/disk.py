@@ -89,7 +89,8 @@ def resolve_settings(files: StoreFiles, given: dict[str, Any], cipher: StoreCiph
     settings = replace(base, **{name: value for name, value in given.items() if value is not None})
     if settings != kept:
         fields_kept = {name: value for name, value in asdict(settings).items() if name != "remote" or value}
-        write_if_possible(lambda: files.write_json(path, fields_kept))
+        with suppress(OSError):  # a full or read-only disk is reported elsewhere
+            files.write_json(path, fields_kept)
     return settings
 
 
@@ -124,14 +125,6 @@ def _secrets_of_entries(files: StoreFiles, cipher: StoreCipher | None) -> set[st
         else:
             return {*found, None if cipher is None else cipher.proof}
     return found
-
-
-def write_if_possible(write: Callable[[], None]) -> None:
-    """Write something that is not essential: a full or read-only disk is reported elsewhere."""
-    try:
-        write()
-    except OSError:
-        return
 
 
 def read_settings(folder: Path) -> StoreSettings | None:
@@ -454,4 +447,5 @@ class DiskStore(KVStore):
         if digest not in self._models:
             self._models[digest] = key.fingerprint.fields()
             path = self.files.folder / "models" / f"{digest}.json"
-            write_if_possible(lambda: self.files.write_json(path, key.fingerprint.fields()))
+            with suppress(OSError):
+                self.files.write_json(path, key.fingerprint.fields())

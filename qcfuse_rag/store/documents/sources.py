@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.models.fingerprint import digest
@@ -213,39 +213,22 @@ class Manifest:
 
     def _open(self) -> None:
         try:
-            self._database, self._reader, self._writable = open_manifest(self._path)
+            self._database, self._reader, self._writable = _open_manifest(self._path)
         except (sqlite3.Error, OSError) as error:
             hint = "; `qcfuse store rebuild` moves it aside; then warm again" * ("not a database" in str(error))
             raise StoreError(f"cannot open {self._path}: {error}{hint}") from error
 
 
-class OpenManifest(NamedTuple):
-    """Connections to a manifest.
+def _open_manifest(path: Path | None) -> tuple[sqlite3.Connection, sqlite3.Connection, bool]:
+    """Return connections for changes and for reading meanwhile, and whether the manifest can be changed.
 
-    Attributes:
-        reader: for reading while a change is being made, which may take as long as a remote takes; the same connection
-            for a manifest in memory.
-    """
-
-    database: sqlite3.Connection
-    reader: sqlite3.Connection
-    writable: bool
-
-
-def open_manifest(path: Path | None) -> OpenManifest:
-    """Open a manifest, creating it if need be.
-
-    A manifest that cannot be written, as on a read-only mount or a full disk, is opened as an immutable file: changes
-    that others make meanwhile may not be seen.
-
-    Raises:
-        OSError: if its file cannot be created.
-        sqlite3.Error: if it cannot be opened.
+    A change may take as long as a remote takes. A manifest that cannot be written, as on a read-only mount or a full
+    disk, is opened as an immutable file: changes that others make meanwhile may not be seen.
     """
     if path is None:
         database = _connect(":memory:")
         database.executescript(SCHEMA)
-        return OpenManifest(database, database, writable=True)
+        return database, database, True
     try:
         database = _connect(str(path))
         path.chmod(0o600)
@@ -262,10 +245,10 @@ def open_manifest(path: Path | None) -> OpenManifest:
             database.execute(f"SELECT 1 FROM {LAST_TABLE} LIMIT 1")
         except sqlite3.Error:
             raise error from None
-        return OpenManifest(database, _connect(immutable), writable=False)
+        return database, _connect(immutable), False
     reader = _connect(str(path), timeout=1)
     reader.execute("PRAGMA query_only = 1")
-    return OpenManifest(database, reader, writable=True)
+    return database, reader, True
 
 
 def manifest_damage(folder: Path) -> str | None:
