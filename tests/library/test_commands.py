@@ -12,7 +12,6 @@ import pytest
 from qcfuse_rag.cli.serve import served_model_id
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.prompts.template import PromptTemplate
-from tests.support.cases import cases
 from tests.support.cli import Run
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES
@@ -44,11 +43,12 @@ def test_its_folder_is_all_that_commands_need(run: Run, library: Path, corpus_fi
 
 
 @pytest.mark.parametrize(
-    "command",
-    cases([("ask", "Who?"), ("explain", "Who?"), ("verify",), ("serve",), ("chat",)], ("ask", "Who?")),
-)
-@pytest.mark.parametrize(
-    ("option", "own"), [(("--model", "other/model"), "MODEL"), (("--dtype", "float32"), "bfloat16")]
+    ("command", "option", "own"),
+    [
+        (("ask", "Who?"), ("--model", "other/model"), "MODEL"),
+        (("ask", "Who?"), ("--dtype", "float32"), "bfloat16"),
+        (("serve",), ("--model", "other/model"), "MODEL"),
+    ],
 )
 def test_other_settings_are_refused_with_both_names_before_anything_is_loaded(
     run: Run, library: Path, model_folder: str, command: tuple[str, ...], option: tuple[str, str], own: str

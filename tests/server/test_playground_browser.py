@@ -247,6 +247,9 @@ def test_keys_do_everything(page: Page) -> None:
 def test_a_conversation_goes_on_until_a_new_one(guarded_page: Page) -> None:
     page, sent = guarded_page, list[dict[str, Any]]()
     page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    page.get_by_text("Start the server with --editable").wait_for()
+    assert page.locator(".document").count() == 3
+    assert page.locator("#files, .document button").locator("visible=true").count() == 0
     first = ask(page)
     ask(page, "And when does the council meet?")
     third = ask(page, "And where is the paint?")
@@ -316,8 +319,7 @@ def test_texts_are_never_html(page: Page) -> None:
     page.get_by_text("3 documents").wait_for()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 1200])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 320), ("dark", 1200)])
 def test_all_text_is_readable_and_fits(browser: Any, address: str, scheme: str, width: int) -> None:
     with opened(browser, address, color_scheme=scheme, viewport={"width": width, "height": 800}) as page:
         page.get_by_text("3 documents").wait_for()
@@ -357,9 +359,3 @@ def test_a_server_with_a_token_asks_until_it_is_right_and_the_tab_forgets_it(
         page.get_by_role("button", name="Forget the token").click()
         page.locator("#token").wait_for()
         assert page.evaluate("sessionStorage.length") == 0
-
-
-def test_a_library_that_is_not_editable_says_so(guarded_page: Page) -> None:
-    guarded_page.get_by_text("Start the server with --editable").wait_for()
-    assert guarded_page.locator(".document").count() == 3
-    assert guarded_page.locator("#files, .document button").locator("visible=true").count() == 0
