@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import groupby
 from typing import Any
@@ -43,14 +43,6 @@ class PassageOrigin:
 
     source: str
     title: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """A recomputed stretch: its text, and why it was chosen."""
-
-    text: str
-    why: str
 
 
 def explain_html(
@@ -144,7 +136,7 @@ class _Explanation:
                     "status": self._status(span, lookup, selected),
                     "probed": shares.get(span.start),
                     "pieces": [list(piece) for piece in self._pieces(span, selected, stored=stored)],
-                    "stretches": [asdict(stretch) for stretch in stretches[:MAX_STRETCHES]],
+                    "stretches": stretches[:MAX_STRETCHES],
                     "more_stretches": max(0, len(stretches) - MAX_STRETCHES),
                 }
             )
@@ -193,18 +185,20 @@ class _Explanation:
         total = sum(sums.values())
         return {start: score / total for start, score in sums.items()} if total > 0 else {}
 
-    def _stretches(self, span: Span, selected: frozenset[int]) -> list[Stretch]:
+    def _stretches(self, span: Span, selected: frozenset[int]) -> list[dict[str, str]]:
         """Return a passage's recomputed stretches, those with the highest score first, else in their order."""
         grouped = groupby(range(span.start, span.stop), key=selected.__contains__)
         runs = [list(run) for is_selected, run in grouped if is_selected]
         scores, choice = self.scores, choice_of(self.report.method)
         if scores is None or choice.score is None:
-            return [Stretch(self._excerpt(span, run), _count(run)) for run in runs]
+            return [{"text": self._excerpt(span, run), "why": _count(run)} for run in runs]
         average = float(scores[span.start : span.stop].mean())
         strength = {run[0]: float(scores[run].max()) / average if average > 0 else 0.0 for run in runs}
         runs.sort(key=lambda run: -strength[run[0]])
         why = f"{choice.score} up to {{:.1f}} times the average here"
-        return [Stretch(self._excerpt(span, run), f"{_count(run)}; {why.format(strength[run[0]])}") for run in runs]
+        return [
+            {"text": self._excerpt(span, run), "why": f"{_count(run)}; {why.format(strength[run[0]])}"} for run in runs
+        ]
 
     def _excerpt(self, span: Span, run: list[int]) -> str:
         text = " ".join(self.tokenizer.decode([span.segment.ids[position - span.start] for position in run]).split())
