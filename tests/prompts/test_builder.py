@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -372,3 +375,29 @@ def test_roles_of_other_clients_are_those_that_templates_know(llama: LanguageMod
     builder = PromptBuilder(llama.tokenizer, PromptTemplate())
     assert builder.render(turns).text == builder.render(known).text
     assert builder.build("Why?", [], turns[:3]).ids == builder.build("Why?", [], known[:3]).ids
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised(
+    builder: PromptBuilder,
+) -> None:
+    """A server answers health checks meanwhile. Nobody takes Python's lock from a thread here that does not let go."""
+    turns, done, interval = 0, threading.Event(), sys.getswitchinterval()
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+            time.sleep(0.001)
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    sys.setswitchinterval(60)
+    try:
+        before = turns
+        builder.chunk_ids("The ferry leaves at seven. " * 20_000)
+        after = turns
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        other.join()
+    assert after > before
