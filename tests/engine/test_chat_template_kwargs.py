@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,21 +33,22 @@ def hits(engine: FusionEngine, prompt: Prompt) -> int:
     return sum(lookup.hit for lookup in prefilled.report.lookups)
 
 
-def test_passages_are_warmed_behind_the_engines_variables(engine: FusionEngine) -> None:
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    assert prompt.segments[0].text.startswith("<s>Effort: low.")
-    assert hits(engine, prompt) == 1 + len(PASSAGES)
-
-
-def test_a_request_that_changes_the_end_of_the_prompt_reuses_all(engine: FusionEngine) -> None:
-    prompt = engine.prompt(QUESTION, PASSAGES, chat_template_kwargs={"enable_thinking": False})
-    assert prompt.segments[-1].text.endswith("</think>\n\n")
-    assert hits(engine, prompt) == 1 + len(PASSAGES)
-
-
-def test_a_request_that_changes_the_system_prefix_reuses_nothing_that_stands_behind_it(engine: FusionEngine) -> None:
-    prompt = engine.prompt(QUESTION, PASSAGES, chat_template_kwargs={"reasoning_effort": "high"})
-    assert hits(engine, prompt) == 0
+@pytest.mark.parametrize(
+    ("kwargs", "begins", "ends", "reused"),
+    [
+        ({}, "<s>Effort: low.", "", 1 + len(PASSAGES)),
+        ({"enable_thinking": False}, "<s>Effort: low.", "</think>\n\n", 1 + len(PASSAGES)),
+        ({"reasoning_effort": "high"}, "<s>Effort: high.", "", 0),  # all stands behind another system prefix
+    ],
+    ids=["the engine's variables", "another end", "another system prefix"],
+)
+def test_what_stands_behind_the_text_it_was_warmed_behind_is_reused(
+    engine: FusionEngine, kwargs: dict[str, Any], begins: str, ends: str, reused: int
+) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES, chat_template_kwargs=kwargs)
+    assert prompt.segments[0].text.startswith(begins)
+    assert prompt.segments[-1].text.endswith(ends)
+    assert hits(engine, prompt) == reused
 
 
 def test_passages_in_messages_are_found_under_any_variables(engine: FusionEngine) -> None:

@@ -35,7 +35,6 @@ from qcfuse_rag.runtime.forward import forward_rows, forward_step
 from qcfuse_rag.runtime.graphs import runners as step_graph
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.key import FRAMED
-from tests.support.cases import cases
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
@@ -89,27 +88,17 @@ def test_each_gets_the_answer_it_would_get_alone(engine: FusionEngine) -> None:
     given = prompts(engine)
     params = [SamplingParams(max_new_tokens=4 + 5 * index) for index in range(len(given))]
     params[2] = SamplingParams(max_new_tokens=20, temperature=0.8, seed=3)
+    params[3] = replace(LONG, stop=(engine.generate(given[3], LONG).text[8:11],))
     alone = [engine.generate(prompt, own) for prompt, own in zip(given, params, strict=True)]
+    assert alone[3].finish_reason == "stop"
     with Scheduler(engine, SchedulerSettings(active=3)) as scheduler:
         answers = [scheduler.submit(prompt, own) for prompt, own in zip(given, params, strict=True)]
         for answer, expected in zip(answers, alone, strict=True):
             found = answer.result(timeout=60)
-            assert (found.ids, found.text, found.finish_reason) == (
-                expected.ids,
-                expected.text,
-                expected.finish_reason,
-            )
+            for name in ("ids", "text", "finish_reason"):
+                assert getattr(found, name) == getattr(expected, name)
             assert found.report.selected == expected.report.selected
             assert "".join(answer) == expected.text
-
-
-def test_stop_strings_end_an_answer(engine: FusionEngine, scheduler: Scheduler) -> None:
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    text = engine.generate(prompt, LONG).text
-    params = SamplingParams(max_new_tokens=60, stop=(text[8:11],))
-    expected = engine.generate(prompt, params)
-    found = scheduler.submit(prompt, params).result(60)
-    assert (found.text, found.finish_reason) == (expected.text, "stop")
 
 
 def test_pieces_come_while_the_answer_is_made(engine: FusionEngine, scheduler: Scheduler) -> None:
@@ -216,14 +205,20 @@ def test_a_request_that_was_cancelled_while_waiting_ends_soon(engine: FusionEngi
         first.cancel()
 
 
-def test_a_full_queue_refuses(engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, prefill = threading.Event(), engine.prefill_in_parts
+@pytest.fixture
+def held(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold back every prefill until this is set."""
+    held, plain = threading.Event(), engine.prefill_in_parts
 
-    def slow(prompt: Prompt, **rest: Any) -> Any:
+    def prefill(*given: Any, **rest: Any) -> Any:
         assert held.wait(20)
-        return (yield from prefill(prompt, **rest))
+        return (yield from plain(*given, **rest))
 
-    monkeypatch.setattr(engine, "prefill_in_parts", slow)
+    monkeypatch.setattr(engine, "prefill_in_parts", prefill)
+    return held
+
+
+def test_a_full_queue_refuses(engine: FusionEngine, scheduler: Scheduler, held: threading.Event) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
     first = scheduler.submit(prompt, LONG)
     wait_until(lambda: scheduler.waiting == 0)
@@ -238,9 +233,14 @@ def test_a_full_queue_refuses(engine: FusionEngine, scheduler: Scheduler, monkey
     assert len({request.result(20).ids for request in (first, waiting[0], waiting[2], late)}) == 1
 
 
-def test_what_cannot_fit_is_refused_at_once(engine: FusionEngine, scheduler: Scheduler) -> None:
-    with pytest.raises(PromptTooLong):
-        scheduler.submit(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=100_000))
+def test_closing_cancels_what_is_just_being_prefilled(engine: FusionEngine, held: threading.Event) -> None:
+    scheduler = Scheduler(engine)
+    answer = scheduler.submit(engine.prompt(QUESTION, PASSAGES), LONG)
+    wait_until(lambda: scheduler.waiting == 0)
+    scheduler.close(drain=False, wait=False)
+    held.set()
+    with pytest.raises(Closed):
+        answer.result(20)
 
 
 @pytest.mark.parametrize(
@@ -297,14 +297,12 @@ def test_a_prefill_in_parts_is_the_prefill(family: LanguageModel, method: str) -
 
 def computed_in_parts(parts: Parts[Prefilled], left: list[int]) -> Prefilled:
     """Do all parts; note the numbers of rows left before each."""
-
-    def noted() -> Iterator[None]:
-        nonlocal prefilled
-        prefilled = yield from parts  # type: ignore[misc]
-
-    prefilled: Any = None
-    left.extend(noted())  # type: ignore[arg-type]
-    return prefilled
+    while True:
+        try:
+            left.append(next(parts))
+        except StopIteration as finished:
+            prefilled: Prefilled = finished.value
+            return prefilled
 
 
 def test_a_prompt_of_one_part_is_computed_in_the_pass_it_would_be_alone(engine: FusionEngine) -> None:
@@ -344,29 +342,6 @@ class Recorded:
         monkeypatch.setattr(engine, "prefill_in_parts", recorded)
 
 
-def submit_together(scheduler: Scheduler, *prompts: Prompt) -> list[RequestHandle]:
-    with scheduler._changed:  # so that none is taken before all are there
-        one_token = SamplingParams(max_new_tokens=1)
-        return [scheduler.submit(prompt, one_token, method=make_method("full")) for prompt in prompts]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", cases([(0, 1), (1, 0)], (0, 1)))
-@pytest.mark.parametrize("method", cases(["full", "qcfuse"], "qcfuse"))
-def test_whoever_comes_first_both_get_full_answers(
-    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int], method: str
-) -> None:
-    """A long prompt that a short one overtakes, and a short one before a long one, against prefills in one pass."""
-    chosen = make_method(method) if method == "full" else make_method(method, ratio=0.5, base=FRAMED)
-    both = (engine.prompt(QUESTION, PASSAGES), engine.prompt("Why?"))
-    expected = [engine.generate(prompt, LONG, method=chosen).ids for prompt in both]
-    Recorded(engine, monkeypatch, rows=8)
-    with Scheduler(engine) as scheduler:
-        with scheduler._changed:
-            answers = {index: scheduler.submit(both[index], LONG, method=chosen) for index in order}
-        assert [answers[index].result(60).ids for index in (0, 1)] == expected
-
-
 @pytest.mark.slow
 def test_a_short_question_overtakes_a_long_prompt(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded, full = Recorded(engine, monkeypatch, rows=8), make_method("full")
@@ -388,16 +363,17 @@ def test_a_short_question_overtakes_a_long_prompt(engine: FusionEngine, monkeypa
     assert last - recorded.parts.index(short) < 2 * recorded.parts.count(short), "and then goes on"
 
 
-@pytest.mark.slow
-def test_nobody_is_overtaken_for_ever(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fourth part is the oldest request's, however many short ones wait."""
-    recorded = Recorded(engine, monkeypatch, rows=16)
-    long, shorts = engine.prompt(QUESTION, PASSAGES), [engine.prompt(f"{index}?") for index in range(40)]
-    with Scheduler(engine, SchedulerSettings(active=50, rows=64, part_s=1e-6)) as scheduler:
-        for answer in submit_together(scheduler, long, *shorts):
+def computed_together(
+    engine: FusionEngine, recorded: Recorded, settings: SchedulerSettings, *prompts: Prompt
+) -> list[Prompt]:
+    """Submit prompts at once, none of which is taken before all are there; return whose parts were computed."""
+    with Scheduler(engine, settings) as scheduler:
+        with scheduler._changed:
+            one_token = SamplingParams(max_new_tokens=1)
+            answers = [scheduler.submit(prompt, one_token, method=make_method("full")) for prompt in prompts]
+        for answer in answers:
             answer.result(60)
-    places = [place for place, prompt in enumerate(recorded.parts) if prompt is long]
-    assert [place + 1 for place in places[:5]] == [4, 8, 12, 16, 20]
+    return recorded.parts
 
 
 def test_requests_of_one_part_go_in_the_order_of_submission(
@@ -407,10 +383,16 @@ def test_requests_of_one_part_go_in_the_order_of_submission(
     recorded = Recorded(engine, monkeypatch, rows=512)
     given = [engine.prompt("Who keeps the key?"), *(engine.prompt("Why?") for _ in range(3))]
     assert len(given[0]) > len(given[1])
-    with Scheduler(engine, SchedulerSettings(overtaken=100)) as scheduler:
-        for answer in submit_together(scheduler, *given):
-            answer.result(60)
-    assert recorded.parts == given
+    assert computed_together(engine, recorded, SchedulerSettings(overtaken=100), *given) == given
+
+
+@pytest.mark.slow
+def test_nobody_is_overtaken_for_ever(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fourth part is the oldest request's, however many short ones wait."""
+    recorded = Recorded(engine, monkeypatch, rows=16)
+    long, shorts = engine.prompt(QUESTION, PASSAGES), [engine.prompt(f"{index}?") for index in range(40)]
+    parts = computed_together(engine, recorded, SchedulerSettings(active=50, rows=64, part_s=1e-6), long, *shorts)
+    assert [place + 1 for place, prompt in enumerate(parts) if prompt is long][:5] == [4, 8, 12, 16, 20]
 
 
 def test_of_two_long_prompts_the_shorter_is_computed_first(
@@ -418,10 +400,9 @@ def test_of_two_long_prompts_the_shorter_is_computed_first(
 ) -> None:
     recorded = Recorded(engine, monkeypatch, rows=8)
     longer, shorter = engine.prompt(QUESTION, PASSAGES), engine.prompt(QUESTION, PASSAGES[:1])
-    with Scheduler(engine, SchedulerSettings(rows=64, part_s=1e-6, overtaken=100)) as scheduler:
-        for answer in submit_together(scheduler, longer, shorter):
-            answer.result(60)
-    assert recorded.parts == sorted(recorded.parts, key=len)
+    settings = SchedulerSettings(rows=64, part_s=1e-6, overtaken=100)
+    parts = computed_together(engine, recorded, settings, longer, shorter)
+    assert parts == sorted(parts, key=len)
 
 
 def test_the_oldest_request_gets_room_though_smaller_ones_would_fit(
@@ -430,10 +411,7 @@ def test_the_oldest_request_gets_room_though_smaller_ones_would_fit(
     recorded = Recorded(engine, monkeypatch, rows=512)
     long, shorts = engine.prompt(QUESTION, PASSAGES), [engine.prompt(f"{index}?") for index in range(20)]
     limit = (len(long) + 10) * engine.lm.kv_bytes_per_token
-    with Scheduler(engine, SchedulerSettings(kv_bytes=limit)) as scheduler:
-        for answer in submit_together(scheduler, long, *shorts):
-            answer.result(60)
-    assert recorded.parts.index(long) == 3
+    assert computed_together(engine, recorded, SchedulerSettings(kv_bytes=limit), long, *shorts).index(long) == 3
 
 
 def test_a_cancelled_prefill_computes_no_further_part(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,54 +501,37 @@ def test_closing_answers_what_was_submitted_or_cancels_it(engine: FusionEngine) 
     assert all(answer.generation is not None for answer in answers)
     with pytest.raises(Closed, match="load another one"):
         scheduler.submit(prompt, LONG)
-    scheduler = Scheduler(engine)
-    answer = scheduler.submit(prompt, SamplingParams(max_new_tokens=200))
-    next(answer)
-    scheduler.close(drain=False)
-    with pytest.raises(Closed, match="before the answer was whole"):
-        answer.result()
-    with pytest.raises(Closed):
-        "".join(answer)
 
 
-def test_what_its_reader_has_cancelled_is_no_error_when_the_scheduler_closes(engine: FusionEngine) -> None:
+@pytest.mark.parametrize("reader_cancelled", [False, True])
+def test_what_its_reader_has_cancelled_is_no_error_when_the_scheduler_closes(
+    engine: FusionEngine, reader_cancelled: bool
+) -> None:
     scheduler = Scheduler(engine)
     answer = scheduler.submit(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=200))
     next(answer)
-    answer.cancel()
+    if reader_cancelled:
+        answer.cancel()
     scheduler.close(drain=False)
-    assert answer.result().finish_reason == "cancelled"
-
-
-def test_closing_cancels_what_is_just_being_prefilled(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on, plain = threading.Event(), threading.Event(), engine.prefill_in_parts
-
-    def prefill(*given: Any, **rest: Any) -> Any:
-        begun.set()
-        go_on.wait(10)
-        return (yield from plain(*given, **rest))
-
-    monkeypatch.setattr(engine, "prefill_in_parts", prefill)
-    scheduler = Scheduler(engine)
-    answer = scheduler.submit(engine.prompt(QUESTION, PASSAGES), LONG)
-    assert begun.wait(10)
-    scheduler.close(drain=False, wait=False)
-    go_on.set()
-    with pytest.raises(Closed):
-        answer.result(20)
+    if reader_cancelled:
+        assert answer.result().finish_reason == "cancelled"
+        return
+    for read in (answer.result, lambda: "".join(answer)):
+        with pytest.raises(Closed, match="before the answer was whole"):
+            read()
 
 
 def test_methods_are_each_requests_own(engine: FusionEngine, scheduler: Scheduler) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
-    full = scheduler.submit(prompt, LONG, method=make_method("full"))
-    fused = scheduler.submit(prompt, LONG)
-    assert full.result(20).report.method == "full"
-    assert fused.result(20).report.method == "qcfuse"
+    answers = [scheduler.submit(prompt, LONG, method=method) for method in (make_method("full"), None)]
+    assert [answer.result(20).report.method for answer in answers] == ["full", "qcfuse"]
 
 
-def test_settings_are_checked() -> None:
+def test_what_cannot_be_is_refused_at_once(engine: FusionEngine, scheduler: Scheduler) -> None:
     with pytest.raises(ValueError, match="steps must be at least 1"):
         SchedulerSettings(steps=0)
+    with pytest.raises(PromptTooLong):
+        scheduler.submit(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=100_000))
 
 
 def test_time_of_other_requests_is_told_apart(engine: FusionEngine) -> None:

@@ -41,6 +41,10 @@ def prompts(engine: FusionEngine) -> list[Prompt]:
     return [engine.prompt(question, PASSAGES) for question in (QUESTION, "Why?", "Who is the captain?", "When?")]
 
 
+def broken(*arguments: Any, **settings: Any) -> Any:
+    raise RuntimeError("the device is out of memory")
+
+
 @pytest.mark.slow
 def test_mixed_fidelities_are_each_what_they_would_be_alone(engine: FusionEngine, scheduler: Scheduler) -> None:
     asked = prompts(engine)
@@ -126,9 +130,6 @@ def test_an_exact_answer_does_not_wait_for_requests_that_heal(
 def test_an_answer_that_cannot_begin_fails_alone(
     engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*arguments: Any, **settings: Any) -> Any:
-        raise RuntimeError("the device is out of memory")
-
     with monkeypatch.context() as patch:
         patch.setattr(Healing, "__init__", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -179,9 +180,6 @@ def test_a_cancelled_request_stops_healing(
 def test_a_failure_of_healing_ends_no_answer(
     engine: FusionEngine, scheduler: Scheduler, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*arguments: Any, **settings: Any) -> Any:
-        raise RuntimeError("the device is out of memory")
-
     asked = prompts(engine)
     others = [scheduler.submit(asked[3], replace(FAST, max_new_tokens=150)) for _ in range(beside)]
     monkeypatch.setattr(Healing, "_compute", broken)
@@ -198,12 +196,9 @@ def test_a_failure_of_healing_ends_no_answer(
 def test_an_exact_request_that_cannot_be_computed_at_all_fails_alone(
     engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*arguments: Any, **settings: Any) -> Any:
-        raise RuntimeError("the device is out of memory")
-
     other = scheduler.submit(engine.prompt("Why?", PASSAGES), FAST)
-    monkeypatch.setattr(Healing, "_compute", broken)
-    monkeypatch.setattr(Healing, "restart", broken)
+    for name in ("_compute", "restart"):
+        monkeypatch.setattr(Healing, name, broken)
     with pytest.raises(RuntimeError, match="out of memory"):
         scheduler.submit(engine.prompt(QUESTION, PASSAGES), EXACT, method=REUSE).result(60)
     assert other.result(60).ids == engine.generate(other.prompt, FAST).ids
