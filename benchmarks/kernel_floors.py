@@ -23,7 +23,6 @@ from qcfuse_rag.runtime.attention import dispatch
 from qcfuse_rag.runtime.attention.scores import plain_attention_weights
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels import context_score, sparse_attention
-from qcfuse_rag.runtime.kernels.launch import default_tile
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks, place_blocks_reference
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.kernels.table_attention import table_attention
@@ -110,7 +109,7 @@ def measure(options: Options, run: Run) -> None:
 
 
 def report(run: Run) -> Report:
-    """Return the times of each case, and the device's time with each tile."""
+    """Return the times of each case."""
     rows = [{"case": str(name), **record} for (name,), record in run.records.items()]
     columns = ("case", "kernel ms", "on the device", "torch ms", "times as fast", "floor ms", "of the floor")
     return Report({"cases": rows}, [Table(f"kernels on {run.about['device']}", columns, list(map(_cells, rows)))])
@@ -133,7 +132,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
     """Yield the kernels' work in one layer for a fused prompt, in decode steps, and in placing its chunks."""
-    dtype, device, size = sizes.dtype, sizes.device, sizes.dtype.itemsize
+    device, size = sizes.device, sizes.dtype.itemsize
     heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.dim
     params = AttentionParams(dim**-0.5)
     key, value = sizes.random(1, kv_heads, tokens, dim), sizes.random(1, kv_heads, tokens, dim)
@@ -155,7 +154,6 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
         partial(plain_attention_weights, query, key, question, known, params),
         4.0 * dim * heads * float((question + 1).sum()),
         size * (2 * key.numel() + query.numel()),
-        default_tile(dtype, dim, QUESTION_ROWS * heads // kv_heads),
     )
     for requests in REQUESTS:
         buffers = [KVBuffer((key.clone(),), (value.clone(),)) for _ in range(requests)]

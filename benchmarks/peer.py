@@ -60,13 +60,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Token ids of the prompt to measure, and of requests that llama.cpp has answered before.
-
-    Attributes:
-        measured: the prompt.
-        same_order: the same passages in the same order, another question.
-        other_order: the same passages in another order, another question.
-    """
+    """Token ids of the prompt to measure, and of other questions over its passages that llama.cpp answered before."""
 
     measured: Ids
     same_order: Ids
@@ -103,7 +97,7 @@ def report(run: Run) -> Report:
     for (length, side, _), record in run.records.items():
         times.setdefault(str(side), {}).setdefault(int(str(length)), []).append(record["seconds"])
     lengths = sorted({length for by_length in times.values() for length in by_length} - {1})
-    rows = []
+    rows: list[Record] = []
     for side, by_length in times.items():
         middle = {length: median(values) for length, values in by_length.items()}
         longest, first_s = max(middle), middle.get(1)

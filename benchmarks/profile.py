@@ -73,7 +73,6 @@ class Options(ModelOptions):
     ] = None
     size: Annotated[int | None, Option(min=1, help="Number of questions to use; all by default.")] = None
     layers: Annotated[int, Option(min=1, help="Number of layers to choose.")] = 3
-    depth_penalty: Annotated[float, Option(min=0.0, help="Penalty on the recall of deep layers.")] = 0.0
     distractors: Annotated[
         int | None, Option(min=0, help="Passages beside the needed passages; all of a file by default.")
     ] = None
@@ -104,14 +103,12 @@ def measure(options: Options, run: Run) -> None:
 def profile_layers(engine: FusionEngine, samples: Sequence[Example], options: Options, run: Run) -> None:
     """Add the recall of each layer for each question, or the reason why it cannot be used.
 
-    Raises:
-        ProfileError: if no question can be used.
-        ValueError: if the model has fewer layers than are to be chosen.
+    A `ProfileError` says that no question can be used, a `ValueError` that the model has fewer layers than asked for.
     """
     lm = engine.lm
-    choose_layers([0.0] * lm.n_layers, options.layers, options.depth_penalty)  # refuse bad arguments before the work
-    chosen = {"layers": options.layers, "depth_penalty": options.depth_penalty}
-    conditions = {**machine_conditions(lm), "data": options.data, "distractors": options.distractors, **chosen}
+    choose_layers([0.0] * lm.n_layers, options.layers)  # refuse bad arguments before the work
+    chosen = {name: getattr(options, name) for name in ("data", "distractors", "layers")}
+    conditions = {**machine_conditions(lm), **chosen}
     run.begin({**about_model(lm), "name": lm.name, "fingerprint": lm.fingerprint.fields()}, conditions)
     for number, sample in enumerate(samples):
         if (number,) not in run.records:
@@ -121,17 +118,11 @@ def profile_layers(engine: FusionEngine, samples: Sequence[Example], options: Op
     layer_profile(run)
 
 
-def choose_layers(recall: Sequence[float], count: int, depth_penalty: float = 0.0) -> tuple[int, ...]:
-    """Return the layers of highest recall less a penalty for depth; of equal layers, the earlier.
-
-    The penalty is multiplied by the layer's index over the number of layers: shallow layers are cheaper to probe.
-    """
+def choose_layers(recall: Sequence[float], count: int) -> tuple[int, ...]:
+    """Return the layers of highest recall; of equal layers, the earlier."""
     if not 1 <= count <= len(recall):
         raise ValueError(f"the model has {len(recall)} layers; choose 1 to {len(recall)} of them, not {count}")
-    if depth_penalty < 0:
-        raise ValueError(f"the depth penalty must not be negative, got {depth_penalty}")
-    penalized = [value - depth_penalty * layer / len(recall) for layer, value in enumerate(recall)]
-    best = sorted(range(len(recall)), key=lambda layer: -penalized[layer])
+    best = sorted(range(len(recall)), key=lambda layer: -recall[layer])
     return tuple(sorted(best[:count]))
 
 
@@ -143,17 +134,15 @@ def layer_profile(run: Run) -> dict[str, Any]:
         reasons = "; ".join(f"{count} times {reason}" for reason, count in skipped.items())
         raise ProfileError(f"no question can be used ({reasons or 'there are none'}); give others, or fewer passages")
     recall = torch.tensor(recalls, dtype=torch.float64).mean(0).tolist()
-    penalty = run.conditions["depth_penalty"]
     return {
         "format": FORMAT,
         "model": run.about["name"],
         "fingerprint": run.about["fingerprint"],
-        "layers": list(choose_layers(recall, run.conditions["layers"], penalty)),
+        "layers": list(choose_layers(recall, run.conditions["layers"])),
         "recall": recall,
         "labels": "answers",
         "samples": len(recalls),
         "skipped": dict(skipped),
-        "depth_penalty": penalty,
     }
 
 

@@ -376,7 +376,9 @@ def summarize(key: Key, groups: Groups, offline: Sequence[Record], seed: int = 0
     chunks = sum(cost["chunks"] for cost in offline)
     shared = [name for name in group if name in full and name in without]
     pgr = (
-        gap_recovered(*([side[name][quality] for name in shared] for side in (group, without, full))) if shared else {}
+        gap_recovered(*([side[name][quality] for name in shared] for side in (group, without, full)), seed=seed)
+        if shared
+        else {}
     )
     return {
         **{"dataset": dataset, "method": method, "base": base, "ratio": ratio, "n": len(records)},

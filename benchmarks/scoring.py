@@ -1,11 +1,10 @@
 """Scores of answers, and their means with intervals.
 
-The performance gap recovered (PGR) and its intervals are KVShareArena's (github.com/xishi404/KVShareArena).
+The performance gap recovered (PGR) is KVShareArena's (github.com/xishi404/KVShareArena).
 """
 
 from __future__ import annotations
 
-import random
 import re
 import string
 from collections import Counter
@@ -19,7 +18,6 @@ from numpy.typing import NDArray
 from qcfuse_rag.verification.cases import string_match
 
 RESAMPLES = 10_000
-ARENA_SEED = 20260730
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -86,21 +84,16 @@ LEAST_GAP = 1e-3
 
 
 def gap_recovered(
-    method: Sequence[float], without_passages: Sequence[float], full: Sequence[float]
+    method: Sequence[float], without_passages: Sequence[float], full: Sequence[float], seed: int = 0
 ) -> dict[str, float | None]:
-    """Return the PGR of mean scores and its 95 % interval over questions.
+    """Return the PGR of mean scores, None where undefined, and its 95 % interval over questions.
 
-    Args:
-        method: the method's score for each question.
-        without_passages: the scores without passages, in the same order.
-        full: the scores of full prefill, in the same order.
-
-    Returns:
-        `pgr`, None where undefined; `pgr_low` and `pgr_high`, both None if PGR is undefined in more than 2.5 % of the
-        resamples, which says that these questions cannot tell; and `pgr_undefined`, the share of those resamples.
+    Scores are in the same order of questions. The interval is None if PGR is undefined in more than 2.5 % of the
+    resamples, whose share is `pgr_undefined`: these questions cannot tell.
     """
     gap = fmean(full) - fmean(without_passages)
-    means = [_resampled_means(scores) for scores in (method, without_passages, full)]
+    weights = _weights(len(full), seed)
+    means = [weights @ np.asarray(scores, np.float64) for scores in (method, without_passages, full)]
     gaps = means[2] - means[1]
     defined = gaps > LEAST_GAP
     values = np.sort((means[0] - means[1])[defined] / gaps[defined])
@@ -112,17 +105,3 @@ def gap_recovered(
         "pgr_high": float(values[HIGH * len(values) // RESAMPLES]) if tells else None,
         "pgr_undefined": undefined,
     }
-
-
-def _resampled_means(values: Sequence[float]) -> NDArray[np.float64]:
-    """Return `[10000]`: the mean of each resample."""
-    means: NDArray[np.float64] = np.asarray(values, np.float64)[_resamples(len(values))].mean(1)
-    return means
-
-
-@lru_cache(maxsize=4)
-def _resamples(count: int) -> NDArray[np.int32]:
-    """Return `[10000, count]`: the questions of each resample."""
-    generator = random.Random(ARENA_SEED)
-    drawn = (generator.randrange(count) for _ in range(RESAMPLES * count))
-    return np.fromiter(drawn, np.int32).reshape(RESAMPLES, count)

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -226,9 +226,9 @@ def _prefills(
     run.take_turns(("prefill", context), sides, repeats)
     size = {"full_operations": row_operations(lm, len(prompt), len(prompt)), "prompt": len(prompt)}
     run.add(("prompt", context), {**size, "buffer_bytes": len(prompt) * lm.kv_bytes_per_token})
-    for side, call in unpooled.items():
-        if ("memory", context, *side) not in run.records:
-            run.add(("memory", context, *side), {"peak_bytes": peak_bytes(lm.device, call)})
+    for measured, call in unpooled.items():
+        if ("memory", context, *measured) not in run.records:
+            run.add(("memory", context, *measured), {"peak_bytes": peak_bytes(lm.device, call)})
 
 
 def report(run: Run) -> Report:
@@ -244,7 +244,7 @@ def report(run: Run) -> Report:
     for (*side, _), record in run.of("prefill"):
         groups.setdefault(tuple(side), []).append(record)
     sizes, peaks = dict(run.of("prompt")), dict(run.of("memory"))
-    rows = []
+    rows: list[Record] = []
     for (context, *side), records in groups.items():
         full, stock = (groups.get((context, name, None, "-", LOSSLESS)) for name in (FULL, TRANSFORMERS))
         if side[0] == TRANSFORMERS or full is None or stock is None:
@@ -383,7 +383,7 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
 
 def decode_steps(
     lm: LanguageModel, decodes: DecodeRunner, prefilled: Prefilled, requests: Sequence[int]
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """Time decode steps of a prefilled prompt for each batch size; the first of `STEPS` steps is a warm-up.
 
     A side takes some steps in its turn, as an answer does: on a GPU the first step after a pause takes longer.
@@ -391,7 +391,7 @@ def decode_steps(
     values; those of its faster cache count.
     """
     token, start = int(prefilled.logits.argmax()), prefilled.report.prompt_tokens
-    rows = []
+    rows: list[Record] = []
     for n_requests in requests:
         buffers = [_clone(prefilled.buffer) for _ in range(n_requests)]
         stock = dict(stock_steps(lm, prefilled.buffer, start, token)) if n_requests == 1 else {}
@@ -405,7 +405,7 @@ def decode_steps(
                 with stock_attention(lm):
                     stock_s[cache] += [seconds(lm, stock_step) for _ in range(STEPS_A_TURN)]
         step_s, medians = median(engine_s[1:]), {cache: median(times[1:]) for cache, times in stock_s.items()}
-        row = {
+        row: Record = {
             "context": sum(len(span) for span in prefilled.prompt.chunks),
             "requests": n_requests,
             "recorded": decodes.refusal is None,

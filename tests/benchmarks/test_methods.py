@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.configurations import configurations, split_names
-from benchmarks.preparation import CAPTURED_TOGETHER, covering_groups, prepare
+from benchmarks.preparation import prepare
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import UnknownMethod
-from qcfuse_rag.ingestion.similarity import nearest_chunks
 from tests.support import seams
 from tests.support.passages import PASSAGES
 
@@ -54,18 +52,6 @@ def test_a_name_can_carry_parameters() -> None:
         keys("qcfuse[3]")
 
 
-def test_every_random_is_a_control_whatever_else_it_is_given() -> None:
-    assert keys("random[seed=3],qcfuse", ratios=(0.1,))[1:] == [
-        ("qcfuse", "blind", 0.1),
-        ("random[seed=3]", "blind", 0.1),
-    ]
-    assert keys("random[ratio=0.3],random[seed=3],qcfuse[ratio=0.3]", ratios=(0.1,))[1:] == [
-        ("qcfuse[ratio=0.3]", "blind", 0.3),
-        ("random[ratio=0.3]", "blind", 0.3),
-        ("random[seed=3]", "blind", 0.1),
-    ]
-
-
 def test_each_preparation_is_done_once_and_charged_to_all_who_need_it(engine: FusionEngine) -> None:
     chosen = configurations(["reuse", "prophetkv", "qcfuse"], [0.1])
     costs = prepare(engine, chosen, [*PASSAGES, *PASSAGES])
@@ -83,24 +69,3 @@ def test_enriched_passages_are_charged_with_the_framed_ones_they_are_made_from(
     assert enriched.chunks == framed.chunks == 3
     assert enriched.size_bytes == 2 * framed.size_bytes
     assert enriched.seconds > framed.seconds
-
-
-def test_groups_to_capture_put_every_chunk_behind_others() -> None:
-    related = nearest_chunks(np.random.default_rng(1).normal(size=(50, 4)).astype(np.float32), 10)
-    groups = covering_groups(related, 4)
-    assert {chunk for group in groups for chunk in group[1:]} == set(range(50))
-    assert all(len(set(group)) == 4 for group in groups)
-    assert len(groups) < 40, "not a group for each"
-    assert covering_groups([[]], 4) == []
-
-
-def test_a_passage_captured_in_several_groups_is_one_passage(
-    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seams.nearest_passages(monkeypatch, lambda passages: [[1, 2], [0, 2], [1, 0]])
-    chosen = configurations(["cachecraft"])
-    groups = covering_groups([[1, 2], [0, 2], [1, 0]], CAPTURED_TOGETHER)
-    assert sum(len(group) - 1 for group in groups) > 3, "or nothing is captured twice"
-    costs = prepare(engine, chosen, PASSAGES)
-    assert costs["capture variant, warm framed"].chunks == len(PASSAGES)
-    assert prepare(engine, chosen, PASSAGES)["capture variant, warm framed"].chunks == 0

@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import peer
 from benchmarks.runner import Run as Records
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, QCFuseError, SamplingParams
-from qcfuse_rag.generation.completion import end_tokens
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, QCFuseError
 from tests.support import seams
 from tests.support.cli import Run
 
@@ -37,15 +35,6 @@ def test_prompts_have_the_length_asked_for_and_share_what_their_names_say(smollm
     shared = _shared(prompts.measured, prompts.same_order)
     assert 700 < shared < len(prompts.measured)
     assert _shared(prompts.measured, prompts.other_order) < shared - sum(sizes[1:])
-
-
-def test_end_tokens_are_never_chosen(llama: LanguageModel) -> None:
-    sampler = peer._EndlessSampler(SamplingParams(), llama)
-    logits = torch.zeros(llama.model.config.vocab_size)
-    logits[7] = 1
-    for token in end_tokens(llama):
-        logits[token] = 9
-    assert sampler(logits) == 7
 
 
 def _shared(first: peer.Ids, second: peer.Ids) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from benchmarks.quality import MEANS, PendingQuestion, answer, gold_nll, report
 from benchmarks.questions import Example
 from benchmarks.runner import Run as Records
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
-from tests.support import seams
 from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.families import build_model
@@ -109,17 +107,6 @@ def test_the_likelihood_of_the_gold_answer_is_the_models_own(engine: FusionEngin
     assert gold_nll(engine.runner, full, ()) == 0
 
 
-@pytest.mark.slow
-def test_questions_are_prepared_in_groups(bench: Bench) -> None:
-    one_by_one = bench("--methods", "reuse", "--group", 1)
-    bench.out = bench.out.with_name("at-once.json")
-    at_once = bench("--methods", "reuse")
-    answers = [[(r["key"][2], r["answer"]) for r in answers_of(found, "reuse")] for found in (one_by_one, at_once)]
-    assert answers[0] == answers[1]
-    chunks = [found["summary"][2]["offline_chunks"] for found in (one_by_one, at_once)]
-    assert chunks == [9, 9], "titles differ, so no passage is in two questions"
-
-
 def test_a_run_goes_on_and_adds_what_is_missing(bench: Bench) -> None:
     first = answers_of(bench("--methods", "reuse,random", "--ratios", ".5", "--size", 2))
     assert {tuple(r["key"][2:6]) for r in first if r["key"][2] == "q0"} == {
@@ -161,50 +148,12 @@ def test_a_table_has_a_line_for_each_dataset_and_configuration(bench: Bench, tmp
     assert any((tmp_path / "kv").iterdir())
 
 
-def test_records_of_caches_made_beside_other_passages_are_made_anew(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All others are neighbours here, so that enriched caches depend on every passage of their group."""
-
-    def others(passages: Sequence[str]) -> list[list[int]]:
-        return [[j for j in reversed(range(len(passages))) if j != i] for i in range(len(passages))]
-
-    seams.nearest_passages(monkeypatch, others)
-    options = ("--methods", "fusionrag,reuse", "--ratios", 0.2)
-    few, more = bench(*options, "--size", 1), bench(*options, "--size", 3)
-    enriched = [(r["key"][2], r["nll"]) for r in answers_of(more, "fusionrag")]
-    assert [name for name, _ in enriched] == ["q0", "q0", "q1", "q2"]
-    assert enriched[0] != enriched[1]
-    assert answers_of(few, "reuse") == answers_of(more, "reuse")[:1]
-    [line] = [line for line in more["summary"] if line["method"] == "fusionrag"]
-    assert line["nll"] == pytest.approx(statistics.fmean(nll for _, nll in enriched[1:])), "the newest count"
-
-
-def test_distractors_leave_the_passages_that_hold_the_answer(bench: Bench) -> None:
-    def context(found: dict[str, Any]) -> int:
-        return int(answers_of(found, "full")[0]["context_tokens"])
-
-    everything = context(bench("--methods", "full", "--size", 1))
-    bench.out = bench.out.with_name("few.json")
-    assert context(bench("--methods", "full", "--size", 1, "--distractors", 0)) < everything
-    bench.write("silent", [{**RECORDS[0], "supporting": []}])
-    bench.out = bench.out.with_name("silent.json")
-    assert context(bench("--methods", "full", "--distractors", 0, dataset="silent")) == everything
-    assert "1 questions do not say which passages" in bench.printed
-
-
 def test_a_question_too_long_for_the_model_is_named_and_left_out(bench: Bench) -> None:
     bench.write("long", [RECORDS[0], {**RECORDS[1], "passages": [PASSAGES[0] * 60], "supporting": []}])
-    found = bench("--methods", "full", dataset="long")
+    found = bench("--methods", "full", "--distractors", 0, dataset="long")
     assert {r["key"][2] for r in answers_of(found)} == {"q0"}
-    assert "long q1: its prompt exceeds 2,048 tokens" in found["notes"][0]
-
-
-def test_rulers_tasks_are_made_when_there_is_no_file(bench: Bench) -> None:
-    found = bench("--methods", "reuse", "--size", 1, "--ruler-tokens", 1800, dataset="ruler_mv")
-    [record] = answers_of(found, "full")
-    assert 1000 < record["context_tokens"] < 1800
-    assert "match - full" in (bench.out.parent / "r.md").read_text()
+    assert "1 questions do not say which passages" in found["notes"][0]
+    assert "long q1: its prompt exceeds 2,048 tokens" in found["notes"][1]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +161,6 @@ def test_rulers_tasks_are_made_when_there_is_no_file(bench: Bench) -> None:
     [
         (("--methods", "nothing"), "no method 'nothing'"),
         (("--json", "r.md"), "call it something.json, not r.md"),
-        (("--methods", "qcfuse[depth=3]"), "does not take depth"),
         (("--methods", "qcfuse", "--bases", "bare"), "no base 'bare'"),
         (("--ratios", "10%"), "is no list of numbers"),
         (("--dataset", "ruler_vt", "--top-k", "3"), "--top-k would cut away part of what ruler_vt hides"),
@@ -265,15 +213,7 @@ def test_answers_that_a_guard_had_computed_in_full_are_told() -> None:
     run = Records("quality")
     for number, fallback in enumerate(("1 of 3 passages computed in full: absent", "computed in full, nothing saved")):
         run.add(("answer", "d", str(number), "auto", "primed", 0.1, None), record(0.0, fallback=fallback))
-    assert any(note.startswith("auto: 1 of 2 answers were computed in full") for note in report(run).notes)
-
-
-def test_methods_are_compared_with_the_default_one_at_their_ratio() -> None:
-    run = Records("quality")
-    for method, kls in (("full", (0.0, 0.0)), ("auto", (0.1, 0.2)), ("epic", (0.3, 0.6))):
-        for name, kl in zip("ab", kls, strict=True):
-            side = (None, 1.0) if method == "full" else ("blind", 0.1)
-            run.add(("answer", "d", name, method, *side, None), record(0.0, answer_kl=kl))
-    lines = {line["method"]: line for line in report(run).summary["summary"]}
-    assert lines["epic"]["auto_minus_it"]["mean"] == pytest.approx(-0.3)
-    assert lines["full"]["auto_minus_it"] is None
+        run.add(("answer", "d", str(number), "epic", "blind", 0.1, None), record(0.0, answer_kl=0.3))
+    found = report(run)
+    assert any(note.startswith("auto: 1 of 2 answers were computed in full") for note in found.notes)
+    assert [line["auto_minus_it"]["mean"] for line in found.summary["summary"]] == [0.0, pytest.approx(-0.3)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 
 import pytest
@@ -16,12 +15,6 @@ def test_words_are_compared_without_case_punctuation_and_articles() -> None:
     assert token_f1("in the Eiffel Tower", ["Paris", "Eiffel Tower"]) == pytest.approx(2 * 2 / 5)
     assert token_f1("", ["Paris"]) == 0
     assert token_f1("no no no", ["no"]) == pytest.approx(0.5), "a word counts as often as both have it"
-
-
-def test_answers_without_words_are_compared_by_their_characters() -> None:
-    assert (token_f1("\\", [":"]), token_f1(" : ", [":"])) == (0, 1)
-    assert (token_f1("a", ["A"]), token_f1("the", ["A"])) == (1, 0), "an article can be the answer"
-    assert (token_f1("", ["-"]), token_f1("...", ["Orla"]), token_f1("a ferry", ["A"])) == (0, 0, 0)
 
 
 def test_parts_of_an_answer_count_each_when_all_are_needed() -> None:
@@ -49,21 +42,8 @@ def test_the_gap_recovered_is_of_means() -> None:
     assert result["pgr_undefined"] == 0
     same_everywhere = gap_recovered([0.5] * 4, [0.25] * 4, [1.25] * 4)
     assert [same_everywhere[name] for name in ("pgr", "pgr_low", "pgr_high")] == [0.25] * 3
-
-
-def test_no_gap_is_no_share_and_an_uncertain_gap_has_no_interval() -> None:
-    assert gap_recovered([1.0, 0.0], [0.5, 0.5], [0.5, 0.5])["pgr"] is None
-    assert gap_recovered([1.0, 0.0], [0.5, 0.5], [0.0, 0.5])["pgr"] is None
+    assert gap_recovered([1.0, 0.0], [0.5, 0.5], [0.0, 0.5])["pgr"] is None, "no gap is no share"
     uncertain = gap_recovered([1.0, 0.0, 0.0], [0.0] * 3, [1.0, 0.0, 0.0])
     assert (uncertain["pgr"], uncertain["pgr_low"], uncertain["pgr_high"]) == (1.0, None, None)
     # Resamples without the first question: (2/3)^3.
     assert uncertain["pgr_undefined"] == pytest.approx(8 / 27, abs=0.02)
-
-
-def test_the_resamples_are_the_arenas() -> None:
-    scores = [0.91, 0.2, 0.03, 0.7, 0.4, 0.55, 0.18, 0.83]
-    generator = random.Random(20260730)
-    means = sorted(sum(scores[generator.randrange(8)] for _ in range(8)) / 8 for _ in range(10_000))
-    result = gap_recovered(scores, [0.0] * 8, [1.0] * 8)
-    assert [result["pgr_low"], result["pgr_high"]] == pytest.approx([means[249], means[9749]])
-    assert result["pgr"] == pytest.approx(sum(scores) / 8)

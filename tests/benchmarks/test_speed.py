@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.integrations.bitnet import BitLinear
 
 from benchmarks import speed, store
 from benchmarks.floors import random_model, row_operations, step_bytes
@@ -23,7 +22,6 @@ from qcfuse_rag.cli.plan import SHAPES, Ceilings
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.models.cpu_weights import multiplies_float16_weights, pack_float16
-from qcfuse_rag.runtime.cost import Costs, LoadTimes
 from qcfuse_rag.runtime.forward import forward_step
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.verification.exactness import stock_attention
@@ -101,25 +99,6 @@ def test_packed_weights_are_counted_as_they_are_held(tiny: LanguageModel) -> Non
     assert step_bytes(tiny, 0) == read - 2 * numbers
 
 
-def test_weights_in_buffers_of_several_numbers_a_byte_are_counted(tiny: LanguageModel) -> None:
-    """As BitNet's four in a byte; layers of GPTQ and AWQ have buffers too."""
-    operations, read = row_operations(tiny, 100, 200), step_bytes(tiny, 0)
-    for layer in tiny.model.model.layers:
-        layer.mlp.up_proj = BitLinear(64, 96, bias=False, dtype=torch.float32)
-    assert row_operations(tiny, 100, 200) == operations
-    assert step_bytes(tiny, 0) == read - 3 * 64 * 96 * 4 + 3 * (64 * 96 // 4 + 4)
-
-
-def test_peak_memory_is_what_was_held_at_once() -> None:
-    def run() -> torch.Tensor:
-        first = torch.ones(1000)
-        second = first + 1
-        del first
-        return second.clone()
-
-    assert peak_bytes(torch.device("cpu"), run) == pytest.approx(8000, abs=64)
-
-
 @pytest.mark.slow
 def test_a_request_takes_its_buffer_and_a_layers_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Placing, probing and recomputing hold no second copy of the prompt's keys and values."""
@@ -162,25 +141,6 @@ def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
     with stock_attention(tiny):
         pass  # the model still has ours afterwards
     assert tiny.model.config._attn_implementation == "qcfuse"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("row_s", "fuses"), [(1.0, True), (1e-9, False)])
-def test_methods_run_with_their_guard(
-    row_s: float, fuses: bool, tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A method whose guard refuses takes full prefill's time."""
-    seams.measured_passes(monkeypatch, lambda *_: Costs(pass_s=0.5, row_s=row_s))
-    seams.measured_loading(monkeypatch, lambda *_: LoadTimes(1e-6, 1e-6))
-    run = measured_run(tiny, context="230", tiers="memory", chunk=64, requests="")
-    found = report(run).summary
-    full, auto = found["prefill"]
-    assert (auto["rows"] < auto["prompt"]) == fuses
-    full_s = 0.5 + auto["prompt"] * row_s
-    assert auto["predicted_s"] == full_s if not fuses else 0 < auto["predicted_s"] < 0.9 * full_s
-    assert (full["predicted_s"], full["fallback"]) == (None, None)
-    decision = f"{'fuses' if fuses else 'in full'}, {1000 * auto['predicted_s']:,.1f} ms"
-    assert decision in report(run).tables[0].rows[1]
 
 
 def test_transformers_own_steps_go_on_from_the_same_keys(tiny: LanguageModel) -> None:
@@ -232,20 +192,6 @@ def test_what_cannot_be_measured_is_said(tiny: LanguageModel) -> None:
             measured(tiny, **options)
     with pytest.raises(PromptTooLong, match="200,000"):
         measured(tiny, context="200000")
-
-
-@pytest.mark.slow
-def test_the_commands_write_json_and_a_page(run: Run, model_folder: str, tmp_path: Path) -> None:
-    out, where = tmp_path / "speed.json", ("--model", model_folder, "--device", "cpu")
-    sizes = ("--context", "100,200", "--chunk", 50, "--methods", "reuse", "--requests", "1", "--repeats", 1)
-    run.text("speed", *where, *sizes, "--tiers", "memory,disk", "--numbers", "int8,model", "--json", out)
-    result, page = json.loads(out.read_text()), out.with_suffix(".md").read_text()
-    assert result["about"]["kernels"] == "there are none for cpu"
-    assert page.count("\n| ") == 2 * 5 + 2 + 2, "a line for each side and context, and the headings"
-    read = {(row["tier"], row["numbers"]): row["bytes_loaded"] for row in result["prefill"] if row["method"] == "reuse"}
-    assert all(0.25 < read[tier, "int8"] / read[tier, "model"] < 0.4 for tier in ("memory", "disk"))
-    code, _, err = run("speed", "--shape", "qwen3-8b", "--model", model_folder)
-    assert (code, "not both" in err) == (1, True)
 
 
 @pytest.mark.slow
