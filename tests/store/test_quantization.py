@@ -199,3 +199,12 @@ def test_how_many_bytes_an_entry_takes_is_known_before(numbers: str, n_tokens: i
     chunk = to_format(ChunkKV.of(keys, values, torch.arange(n_tokens).expand(3, n_tokens)), numbers)
     actual = len(b"".join(encode(example_key(), chunk)))
     assert abs(entry_bytes([shape] * 3, torch.float32, numbers, n_tokens) - actual) <= 8192
+
+
+@given(original=tensors(smallest=2.0**-100), numbers=st.sampled_from(list(ONE_BYTE_FORMATS)))
+@settings(max_examples=50, deadline=None)
+def test_no_number_changes_its_sign_and_none_grows_beyond_the_largest(original: torch.Tensor, numbers: str) -> None:
+    quantized, scale = quantize(original, numbers, over=CHANNEL)
+    dequantized = dequantize(quantized, scale, torch.float32)
+    assert (dequantized * original.sign() >= 0).all()
+    assert (dequantized.abs() <= original.abs().amax(CHANNEL, keepdim=True) * ROUNDING).all()

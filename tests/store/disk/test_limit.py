@@ -132,3 +132,11 @@ def test_a_limit_that_is_lowered_holds_from_then_on(folder: Path) -> None:
     with DiskStore(folder, taken // 16) as store:
         assert [entry.address for entry in store.entries()] == [example_key(3).address], "what is pinned stays"
         assert "more than its limit, pinned ones" in str(store.health()[0].problems)
+
+
+def test_an_entry_larger_than_the_limit_is_an_error_that_says_so(folder: Path) -> None:
+    with DiskStore(folder, 2 * ENTRY) as store:
+        put(store, 0)
+        with pytest.raises(StoreError, match=rf"a chunk of [\d,]+ bytes does not fit a store of {2 * ENTRY:,} bytes$"):
+            store.put(example_key(1), example_chunk(1, n_tokens=500))
+        assert_same(store.get(KEY), example_chunk())

@@ -67,3 +67,9 @@ def test_entries_in_other_numbers_stay_as_they_are(folder: Path) -> None:
         put(store, 1)
         assert_same(store.get(KEY), example_chunk())
         assert [entry.numbers for entry in sorted(store.entries(), key=lambda e: e.used or 0.0)] == ["model", "int8"]
+
+
+@pytest.mark.parametrize("given", [{"limit_bytes": 0}, {"limit_bytes": -1}, {"ttl_s": 0.0}])
+def test_settings_that_cannot_be_are_refused(folder: Path, given: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be more than 0"):
+        DiskStore(folder, **given)  # type: ignore[arg-type]
