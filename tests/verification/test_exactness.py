@@ -87,31 +87,22 @@ def test_a_failed_check_is_not_kept(
     assert list(assets.rglob("*.json")) == []
 
 
-@pytest.mark.parametrize("content", [b"\xff{", b'{"check": {}}'], ids=["no JSON", "no identity"])
-def test_an_unreadable_file_is_ignored_and_replaced(
-    lm: LanguageModel, measured: list[str], assets: Path, content: bytes
-) -> None:
-    check_exact_once(lm)
-    (file,) = assets.rglob("*.json")
-    file.write_bytes(content)
-    check_exact_once(lm)
-    check_exact_once(lm)
-    assert len(measured) == 2
+FAILED = {"all_rows": 1.0, "question_rows": 0.0, "step": 0.0, "tolerance": 0.001, "passed": True}
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"identity": {}},
-        {"check": {"all_rows": 1.0, "question_rows": 0.0, "step": 0.0, "tolerance": 0.001, "passed": True}},
-    ],
+    "content",
+    [b"\xff{", b'{"check": {}}', {"identity": {}}, {"check": FAILED}],
+    ids=["no JSON", "no identity", "another model", "failed"],
 )
-def test_a_file_of_another_model_or_of_a_failed_check_does_not_count(
-    lm: LanguageModel, measured: list[str], assets: Path, change: dict[str, object]
+def test_a_file_that_is_no_passed_check_of_this_model_is_replaced(
+    lm: LanguageModel, measured: list[str], assets: Path, content: bytes | dict[str, object]
 ) -> None:
     check_exact_once(lm)
     (file,) = assets.rglob("*.json")
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    changed = content if isinstance(content, bytes) else json.dumps(json.loads(file.read_text()) | content).encode()
+    file.write_bytes(changed)
+    check_exact_once(lm)
     check_exact_once(lm)
     assert len(measured) == 2
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean
@@ -13,8 +12,6 @@ import pytest
 import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, ShadowSettings, make_method
-from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.verification.divergence import divergence
@@ -50,34 +47,29 @@ def test_one_in_so_many_requests_is_compared_with_full_prefill(served: FusionEng
     assert (before.kl, before.agreement, before.identical) == (None, None, None)
 
 
-def answer_of(engine: FusionEngine, prompt: Prompt, *, method: Method, tokens: int) -> tuple[int, ...]:
-    return engine.generate(prompt, SamplingParams(max_new_tokens=tokens), method=method).ids
-
-
 @pytest.mark.slow
 def test_drift_is_measured_along_full_prefills_answer(served: FusionEngine) -> None:
-    tokens = 5
+    tokens, figures = 5, []
     shadow = served.watch(ShadowSettings(every=1, most_waiting=10, answer_tokens=tokens))
-    prompts = [served.prompt(question, PASSAGES) for question in (QUESTION, "Who?", "Where?")]
-    kl, agreement, identical = [], [], []
-    for prompt in prompts:
+    for question in (QUESTION, "Who?", "Where?"):
+        prompt = served.prompt(question, PASSAGES)
         served.prefill(prompt)
-        exact = answer_of(served, prompt, method=FULL, tokens=tokens)
+        params = SamplingParams(max_new_tokens=tokens)
+        exact, own = (served.generate(prompt, params, method=method).ids for method in (FULL, QCFUSE))
         fused = served.prefill(prompt, method=QCFUSE, answer_tokens=tokens)
         logits = [fused.logits]
         for index, token in enumerate(exact[:-1]):
             logits.append(served.runner.decodes([token], [len(prompt) + index], [fused.buffer])[0])
         with torch.inference_mode():
-            own = served.lm.model(torch.tensor([[*prompt.ids, *exact]])).logits[0, len(prompt) - 1 : -1].float()
-        kl.append(fmean(divergence(mine, other) for mine, other in zip(own, logits, strict=True)))
-        agreement.append(fmean(int(row.argmax()) == token for row, token in zip(logits, exact, strict=True)))
-        identical.append(answer_of(served, prompt, method=QCFUSE, tokens=tokens) == exact)
+            plain = served.lm.model(torch.tensor([[*prompt.ids, *exact]])).logits[0, len(prompt) - 1 : -1].float()
+        kl = fmean(divergence(mine, other) for mine, other in zip(plain, logits, strict=True))
+        agreement = fmean(int(row.argmax()) == token for row, token in zip(logits, exact, strict=True))
+        figures.append((kl, agreement, float(own == exact)))
     assert shadow.wait(30)
-    drift = shadow.drift()
-    assert drift.kl == pytest.approx(fmean(kl), rel=1e-2)
-    assert fmean(kl) > 0
-    assert drift.agreement == pytest.approx(fmean(agreement))
-    assert drift.identical == pytest.approx(fmean(identical))
+    drift, (kl, agreement, identical) = shadow.drift(), map(fmean, zip(*figures, strict=True))
+    assert kl > 0
+    assert drift.kl == pytest.approx(kl, rel=1e-2)
+    assert (drift.agreement, drift.identical) == (pytest.approx(agreement), pytest.approx(identical))
     assert {"kl", "agreement", "identical"} <= drift.to_dict().keys()
 
 
@@ -102,12 +94,6 @@ def test_passages_that_were_removed_meanwhile_are_not_compared(served: FusionEng
     assert shadow.wait(30)
     drift = shadow.drift()
     assert (drift.compared, drift.dropped, drift.failed) == (0, 1, 0)
-
-
-def test_requests_with_a_method_of_their_own_are_not_watched(served: FusionEngine) -> None:
-    shadow = served.watch(ShadowSettings(every=1))
-    served.prefill(served.prompt(QUESTION, PASSAGES), method=REUSE)
-    assert shadow.drift().requests == 0
 
 
 @pytest.mark.slow
@@ -140,26 +126,24 @@ def test_a_raised_ratio_has_no_residuals(served: FusionEngine) -> None:
     """A verdict's residuals are for the verdict's own ratio only."""
     served.method = replace(QCFUSE, residuals=ResidualKernel())
     shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=1, on_drift="raise"))
-    prompt = served.prompt(QUESTION, PASSAGES)
-    served.prefill(prompt)
+    ask(served, 1)
     assert shadow.wait(30)
-    raised = served.prefill(prompt)
-    assert raised.report.ratio == 0.2
-    assert shadow.method(served.method).residuals is None
+    raised = shadow.method(served.method)
+    assert (raised.ratio, raised.residuals) == (0.2, None)
 
 
 def test_comparisons_wait_for_idle_time_and_too_many_are_dropped(served: FusionEngine) -> None:
     shadow = served.watch(ShadowSettings(every=1, most_waiting=2))
     with shadow.prefilling():
         ask(served, 4)
-        time.sleep(0.05)
         assert shadow.drift().compared == 0
     assert shadow.wait(30)
     assert (shadow.drift().compared, shadow.drift().dropped) == (2, 2)
 
 
-def test_prompts_that_reuse_nothing_are_not_watched(served: FusionEngine) -> None:
+def test_requests_that_reuse_nothing_or_name_a_method_are_not_watched(served: FusionEngine) -> None:
     shadow = served.watch(ShadowSettings(every=1))
+    served.prefill(served.prompt(QUESTION, PASSAGES), method=REUSE)
     served.prefill(served.prompt(QUESTION, []))
     served.prefill(served.prompt(QUESTION, ["A passage that nobody warmed."]))
     assert shadow.drift().requests == 0
