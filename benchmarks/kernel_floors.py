@@ -20,13 +20,13 @@ from qcfuse_rag.cli.plan import SHAPES, Ceilings, measure_ceilings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.attention import dispatch
-from qcfuse_rag.runtime.attention.scores import plain_attention_weights
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels import context_score, sparse_attention
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks, place_blocks_reference
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.kernels.table_attention import table_attention
 from qcfuse_rag.runtime.kv_table import KVTable
+from qcfuse_rag.runtime.reference_attention import plain_attention_weights
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan, StepPlan
 from qcfuse_rag.store.quantization import LOSSLESS, quantize
 

@@ -196,9 +196,6 @@ def plan_lookups(
     return LookupPlan(lm, store, prompt, method, start, tuple(lookups))
 
 
-Outcome = tuple[PlannedLookup, AdaptedChunk | Miss]
-
-
 class Lookups:
     """Reads what a plan says, each entry once, however often a prefill is tried.
 
@@ -212,7 +209,7 @@ class Lookups:
         self._lookups = {lookup.span.start: lookup for lookup in plan.lookups}
         self._outcomes: dict[int, AdaptedChunk | Miss] = {}
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[tuple[Span, AdaptedChunk | Miss]]:
         """Return the chunk to place for each segment, or why there is none."""
         unread = [start for start in self._lookups if start not in self._outcomes]
         if unread:
@@ -223,7 +220,7 @@ class Lookups:
             except TimeoutError:
                 read = [Miss(self._wait_budget.timeout_reason)] * len(unread)
             self._outcomes.update(zip(unread, read, strict=True))
-        return [(lookup, self._outcomes[start]) for start, lookup in self._lookups.items()]
+        return [(lookup.span, self._outcomes[start]) for start, lookup in self._lookups.items()]
 
     def reject(self, late: LateMissError) -> None:
         """Note chunks that could not be read after all; a damaged one is discarded, and the next entry is read."""
@@ -240,7 +237,9 @@ class Lookups:
                 del self._outcomes[start]
 
 
-def look_up(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method) -> Sequence[Outcome]:
+def look_up(
+    lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method
+) -> Sequence[tuple[Span, AdaptedChunk | Miss]]:
     """Plan and read at once, however long it takes."""
     return Lookups(plan_lookups(lm, store, prompt, method, priced=False), WaitBudget(None)).outcomes()
 

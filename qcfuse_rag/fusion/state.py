@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.chunk import ChunkKV, slice_chunk
 from qcfuse_rag.store.key import Base, ChunkKey
-
-if TYPE_CHECKING:
-    from qcfuse_rag.fusion.lookup import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +145,7 @@ class FusedPrompt:
         """The model."""
         return self.runner.lm
 
-    def load(self, outcomes: Sequence[Outcome], wait_budget: WaitBudget | None = None) -> None:
+    def load(self, outcomes: Sequence[tuple[Span, AdaptedChunk | Miss]], wait_budget: WaitBudget | None = None) -> None:
         """Begin to place the chunks that were looked up; missing ones stay unknown.
 
         Args:
@@ -159,9 +156,9 @@ class FusedPrompt:
             LateMissError: if the runner does not overlap loading with computing and a chunk cannot be read.
         """
         pending = []
-        for lookup, outcome in outcomes:
-            placed = self._note(lookup.span, outcome)
-            pending += [] if placed is None else [LoadingChunk(lookup.span.start, placed.chunk)]
+        for span, outcome in outcomes:
+            placed = self._note(span, outcome)
+            pending += [] if placed is None else [LoadingChunk(span.start, placed.chunk)]
         if not pending:
             return
         self.loader = LayerLoader(

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from qcfuse_rag.runtime.attention import dispatch as rows_module
 from qcfuse_rag.runtime.attention.dispatch import rows_attention, split_rows
-from qcfuse_rag.runtime.attention.scores import attention_weights, explicit_attention
+from qcfuse_rag.runtime.attention.scores import attention_weights
+from qcfuse_rag.runtime.reference_attention import explicit_attention
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from tests.support import seams
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qcfuse_rag.runtime.attention import dispatch
-from qcfuse_rag.runtime.attention.scores import explicit_attention
+from qcfuse_rag.runtime.reference_attention import explicit_attention
 from qcfuse_rag.runtime.rows import AttentionParams
 
 

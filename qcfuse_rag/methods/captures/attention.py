@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.methods.captures.slots import Slot, context_of, fact, kendall_distance
-from qcfuse_rag.runtime.attention.scores import attention_scores
+from qcfuse_rag.runtime.reference_attention import attention_scores
 from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.chunk import ChunkKV
 

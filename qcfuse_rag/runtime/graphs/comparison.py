@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.recorder import ErrorBound
-from qcfuse_rag.runtime.kernels.support import relative_error
+from qcfuse_rag.runtime.kernels.limits import relative_error
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.rows import RowsPlan
 

@@ -21,14 +21,18 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import model_inputs, planned_inputs
 from qcfuse_rag.runtime.graphs.comparison import LayerComparison, LayerTrace, SamplePrompt
 from qcfuse_rag.runtime.graphs.recorder import REPLAYED, ErrorBound, Recorder, recording_refusal
-from qcfuse_rag.runtime.graphs.runners import GraphMismatch
-from qcfuse_rag.runtime.kv_table import RebindableKVTable, TablePlan
+from qcfuse_rag.runtime.kv_table import RebindableKVTable
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.model_views import LayerRunner, ViewCache, decoder_view, model_view
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
+from qcfuse_rag.runtime.table_plan import TablePlan
 
 Exclusively = Callable[[Callable[[], Tensor]], Tensor | None]
 """Runs something with the device to itself; None if another thread has it, or the pass differs from its recording."""
+
+
+class GraphMismatch(Exception):
+    """A pass gives its layers other inputs than the recorded one, or its buffer is not aligned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from qcfuse_rag.runtime.kernels.support import kernels_available, relative_error, unavailable_reason
+from qcfuse_rag.runtime.kernels.limits import relative_error
+from qcfuse_rag.runtime.kernels.support import kernels_available, unavailable_reason
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.language_model import LanguageModel

@@ -40,10 +40,6 @@ T = TypeVar("T")
 GraphT = TypeVar("GraphT")
 
 
-class GraphMismatch(Exception):
-    """A pass gives its layers other inputs than the recorded one, or its buffer is not aligned."""
-
-
 class GraphRunner(ABC, Generic[GraphT]):
     """What both runners share: recordings by size, of the first view of the model whose recordings are correct.
 
@@ -167,6 +163,8 @@ class PrefillRunner(GraphRunner["LayerGraphs"]):
         return self._exclusively(lambda: run(graphs[min(fitting)]))
 
     def _exclusively(self, run: Callable[[], T]) -> T | None:
+        from qcfuse_rag.runtime.graphs.layers import GraphMismatch
+
         assert self._recorder is not None
         if not self._lock.acquire(blocking=False):
             return None

@@ -17,10 +17,11 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_plan
 from qcfuse_rag.runtime.graphs.comparison import LayerComparison, LayerTrace, SamplePrompt
 from qcfuse_rag.runtime.graphs.recorder import REPLAYED, ErrorBound, Recorder, recording_refusal
-from qcfuse_rag.runtime.kv_table import RebindableKVTable, TablePlan
+from qcfuse_rag.runtime.kv_table import RebindableKVTable
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.model_views import model_view
 from qcfuse_rag.runtime.rows import StepPlan
+from qcfuse_rag.runtime.table_plan import TablePlan
 
 CHECKED_POSITIONS = (5, 6, 200)
 """Positions at which a recorded step is checked: it must not depend on the position at which it was recorded."""

@@ -16,7 +16,6 @@ import triton
 from torch import Tensor
 
 from qcfuse_rag.models.rope import KVShape
-from qcfuse_rag.runtime.attention.scores import explicit_attention, seen_keys
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.attend import attend
 from qcfuse_rag.runtime.kernels.launch import (
@@ -33,9 +32,10 @@ from qcfuse_rag.runtime.kernels.launch import (
     on_device,
     triton_type,
 )
+from qcfuse_rag.runtime.kernels.limits import TOLERANCE, relative_error
 from qcfuse_rag.runtime.kernels.split_k import PartialResults, num_splits
-from qcfuse_rag.runtime.kernels.support import TOLERANCE, relative_error
 from qcfuse_rag.runtime.kv_table import KVTable
+from qcfuse_rag.runtime.reference_attention import explicit_attention, seen_keys
 from qcfuse_rag.runtime.rows import AttentionParams
 
 LOG = logging.getLogger(__name__)

@@ -13,28 +13,9 @@ from torch import Tensor
 
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.kernels.limits import DTYPES, FP8_SINCE, MAX_DIM, OLDEST, SWITCH, TOLERANCE, relative_error
 
 LOG = logging.getLogger(__name__)
-
-SWITCH = "QCFUSE_KERNELS"
-"""Environment variable; `0` switches the kernels off, so that torch computes everything."""
-
-OLDEST = (8, 0)
-"""Oldest compute capability that is supported: Ampere, the first with bfloat16."""
-
-TOLERANCE = 1e-2
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-MAX_DIM = 256
-
-FP8_SINCE = (8, 9)
-"""First compute capability for which Triton converts fp8: Ada and Hopper."""
-
-
-def relative_error(result: Tensor, expected: Tensor) -> float:
-    """Return the relative error of a result in the Frobenius norm; NaN passes no comparison."""
-    return float((result.double() - expected.double()).norm() / expected.double().norm())
 
 
 ROWS, TOKENS, HEADS, KV_HEADS = 40, 300, 8, 2
@@ -108,7 +89,6 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     They are run as models use them. The kernels of `pointwise` are compared with each model's own modules instead, see
     `runtime.fused_layers.fused_modules`.
     """
-    from qcfuse_rag.runtime.attention.scores import plain_attention_weights
     from qcfuse_rag.runtime.kernels.context_score import context_scores
     from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks, place_blocks_reference
     from qcfuse_rag.runtime.kernels.sparse_attention import (
@@ -118,6 +98,7 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     )
     from qcfuse_rag.runtime.kernels.table_attention import append_rows, table_attention, table_attention_reference
     from qcfuse_rag.runtime.kv_table import KVTable
+    from qcfuse_rag.runtime.reference_attention import plain_attention_weights
     from qcfuse_rag.runtime.rows import AttentionParams
     from qcfuse_rag.store.quantization import quantize
 
