@@ -375,11 +375,8 @@ def summarize(key: Key, groups: Groups, offline: Sequence[Record], seed: int = 0
     auto = next((other for at, other in groups.items() if at[:2] == (dataset, AUTO) and at[3] == ratio), {})
     chunks = sum(cost["chunks"] for cost in offline)
     shared = [name for name in group if name in full and name in without]
-    pgr = (
-        gap_recovered(*([side[name][quality] for name in shared] for side in (group, without, full)), seed=seed)
-        if shared
-        else {}
-    )
+    sides = [[side[name][quality] for name in shared] for side in (group, without, full)]
+    pgr = gap_recovered(sides[0], sides[1], sides[2], seed) if shared else {}
     return {
         **{"dataset": dataset, "method": method, "base": base, "ratio": ratio, "n": len(records)},
         **{name: statistics.fmean(record[name] for record in records) for name in MEANS},
