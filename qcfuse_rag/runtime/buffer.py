@@ -184,10 +184,7 @@ class BufferPool:
         return torch.from_numpy(view)
 
     def _reuse_block(self, nbytes: int) -> PoolBlock | None:
-        """Remove and return the smallest spare block that fits; of equal blocks, the one returned last.
-
-        That block is most likely to be in the processor's cache, and the others become old enough to be freed.
-        """
+        """Take the smallest spare block that fits; of equal ones the last returned, which may still be in a cache."""
         newest_first = self._spare.copy()
         newest_first.reverse()
         for block in sorted(newest_first, key=len):
@@ -209,13 +206,11 @@ class BufferPool:
 
 
 def _empty_in_block(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a contiguous tensor with undefined content at the start of a block of rounded size."""
     length = math.prod(size)
     block = torch.empty(_block_size(length * dtype.itemsize) // dtype.itemsize, dtype=dtype, device=device)
     return block[:length].view(size)
 
 
 def _block_size(nbytes: int) -> int:
-    """Round a size up to the next block size."""
     step = max(POOL_ALIGNMENT, (1 << (nbytes.bit_length() - 1)) // STEPS_PER_DOUBLING)
     return -(-nbytes // step) * step

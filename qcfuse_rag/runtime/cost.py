@@ -186,11 +186,8 @@ class MeasuredCosts:
     def __call__(self, limit_s: float | None = None) -> Costs:
         """Return the costs; loading costs 0 as long as the store holds nothing to measure it with.
 
-        Args:
-            limit_s: most seconds to wait for the store where loading is measured; None sets no limit.
-
         Raises:
-            TimeoutError: if the store does not answer in time. Passes stay measured.
+            TimeoutError: if the store does not answer in `limit_s` seconds. Passes stay measured.
         """
         with self._lock:
             if self._costs is None or not self._costs.load_s:
@@ -301,8 +298,7 @@ class LoadTimes(NamedTuple):
 def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener) -> LoadTimes | None:
     """Return the median times of loading a token; None if no passage can be read. The store's entries stay as they are.
 
-    Passages are loaded as a request loads them, some at a time, from the farthest tier on this machine. If there is a
-    tier in memory, they are copied as it copies them, and then loaded. A remote is not asked for its entries.
+    Passages are loaded from the farthest tier on this machine as by a request; a tier in memory copies them first.
     """
     nearest = store.tiers[0] if len(store.tiers) > 1 else None
     memory = nearest if isinstance(nearest, MemoryStore) else None
@@ -346,10 +342,10 @@ def _load_once(
     memory: MemoryStore | None,
     held: list[ChunkKV],
 ) -> LoadTimes | None:
-    """Return the seconds per token of loading passages one behind the other; None if none can be read.
+    """Return the seconds per token of loading those passages that can be read; None if none can.
 
-    Those that cannot be read are left out, and the others loaded again. `held` takes the copies in memory: to page-lock
-    new memory takes longer than to fill it, and a passage that a request copies there needs new memory.
+    `held` takes the copies in memory: page-locking new memory takes longer than filling it, and a request's copies need
+    new memory.
     """
     ends = list(accumulate(chunk.n_tokens for chunk in chunks))
     starts = [0, *ends[:-1]]
@@ -467,7 +463,6 @@ class MeasuredStepCosts:
 
     @torch.inference_mode()
     def _measure(self) -> StepCosts:
-        """Time steps alone and with two numbers of rows in the middle of the prompt."""
         lm = self._lm
         length = min(STEP_CONTEXT, lm.context_window.tokens)
         few, many = STEP_ROWS.get(lm.device.type, STEP_ROWS["cpu"])

@@ -30,17 +30,10 @@ if TYPE_CHECKING:
 def forward_rows(
     lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, hooked_pass: HookedPass | None = None
 ) -> Tensor:
-    """Compute the plan's rows through all layers, writing their keys and values into the buffer.
+    """Compute the plan's `[R]` int64 ids through all layers; return `[vocabulary]` float32 logits after the last row.
 
-    Args:
-        lm: the model.
-        ids: `[R]` int64 token ids of the rows.
-        plan: the rows and the keys they see.
-        buffer: must hold keys and values at every position that a row sees and that is not itself a row.
-        hooked_pass: acts between layers, or None.
-
-    Returns:
-        `[vocabulary]` float32 logits after the last row.
+    The buffer must hold keys and values at every position that a row sees and that is not itself a row. Those of
+    the rows are written to it. `hooked_pass` acts between layers.
     """
     model: nn.Module = lm.fused_model
     if hooked_pass is not None:
@@ -71,13 +64,7 @@ def forward_hidden(
 ) -> None:
     """Compute the plan's rows through the first `depth` layers only, to get their keys, values and queries.
 
-    Args:
-        lm: the model.
-        ids: `[R]` token ids of the rows, or `[B, R]` of the same rows of several sequences.
-        plan: the rows and the keys they see.
-        buffer: of the same number of sequences.
-        depth: number of layers to run.
-        hooked_pass: acts between layers, or None.
+    The ids are `[R]`, or `[B, R]` of the same rows of B sequences, as many as the buffer has.
     """
     decoder = lm.fused_model.get_decoder()
     if hooked_pass is not None or depth < lm.n_layers:
@@ -86,13 +73,7 @@ def forward_hidden(
 
 
 def model_inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any]:
-    """Return the keyword arguments of a model call that computes the plan's rows over a buffer.
-
-    Args:
-        ids: `[R]` token ids of the rows, or `[B, R]` of the same rows of several sequences.
-        plan: the rows and the keys they see.
-        buffer: of the same number of sequences.
-    """
+    """Return the keyword arguments of a model call that computes a plan's `[R]` or `[B, R]` ids over a buffer."""
     sequences = ids if ids.dim() == 2 else ids[None]
     return planned_inputs(sequences, plan.rows[None].expand(len(sequences), -1), buffer.cache(plan), plan)
 
@@ -100,14 +81,7 @@ def model_inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any
 def planned_inputs(
     ids: Tensor, positions: Tensor, cache: Cache, plan: RowsPlan | StepPlan | TablePlan
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a model call that computes the rows of a plan.
-
-    Args:
-        ids: `[B, R]` int64 token ids of the rows.
-        positions: `[B, R]` int64 positions of the rows.
-        cache: writes their keys and values.
-        plan: the rows and the keys they see, passed on to attention.
-    """
+    """Return the keyword arguments of a model call that computes `[B, R]` int64 ids at `[B, R]` int64 positions."""
     return {
         "input_ids": ids,
         "position_ids": positions,
@@ -123,16 +97,9 @@ def planned_inputs(
 def forward_step(
     lm: LanguageModel, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]
 ) -> Tensor:
-    """Compute the next row of each request.
+    """Compute the next row of each request, its last token at its position; return `[B, vocabulary]` float32 logits.
 
-    Args:
-        lm: the model.
-        tokens: each request's last token.
-        positions: the position of that token.
-        buffers: each request's keys and values; those of the token are written there.
-
-    Returns:
-        `[B, vocabulary]` float32 logits.
+    The keys and values of the tokens are written to the requests' buffers.
     """
     rows = to_device(torch.tensor(positions), lm.device)[:, None]
     plan: StepPlan | TablePlan = StepPlan(buffers, rows, tuple(positions), lm.sliding)
@@ -143,15 +110,6 @@ def forward_step(
 
 @torch.inference_mode()
 def forward_plan(model: nn.Module, tokens: Tensor, plan: StepPlan | TablePlan) -> Tensor:
-    """Compute a planned step.
-
-    Args:
-        model: the model, or a view of it with the same results.
-        tokens: `[B]` int64 on the model's device, each request's last token.
-        plan: the rows of the step.
-
-    Returns:
-        `[B, vocabulary]` float32 logits.
-    """
+    """Compute a planned step of `[B]` int64 tokens on the model's device; return `[B, vocabulary]` float32 logits."""
     logits: Tensor = model(**planned_inputs(tokens[:, None], plan.rows, plan.cache(), plan)).logits
     return logits[:, -1].float()

@@ -34,12 +34,7 @@ class KVTable:
 
     @classmethod
     def of(cls, buffers: Sequence[KVBuffer], shapes: Sequence[KVShape], longest: int) -> KVTable:
-        """Build the table of some buffers.
-
-        Args:
-            buffers: one for each request.
-            shapes: of each layer's keys and values.
-            longest: most keys that a request may have.
+        """Build the table of one buffer for each request, of at most `longest` keys.
 
         Raises:
             ValueError: if a buffer does not have the layout of `KVBuffer.allocate`.
@@ -87,7 +82,6 @@ class RebindableKVTable:
         return True
 
     def _addresses_of(self, buffer: KVBuffer) -> Tensor:
-        """Return the addresses of a buffer's layers, computed once for each buffer."""
         if buffer not in self._addresses:
             self._addresses[buffer] = buffer_addresses([buffer])[:, 0]
         return self._addresses[buffer]

@@ -98,12 +98,7 @@ class LanguageModel:
 
         This switches the model's attention to `qcfuse`. Outside fused passes it gives the same results as before, so
         the model stays usable for anything else. Later changes of its weights are not noticed: wrap it again then.
-
-        Args:
-            model: the model.
-            tokenizer: its tokenizer.
-            name: a name for reports.
-            weights_hash: the hash of its weights, if it is known; see `hash_weights`.
+        `name` is for reports; `weights_hash` is that of `hash_weights`, if it is known.
 
         Raises:
             UnsupportedModel: if reuse would be wrong for the model; the error names the property.

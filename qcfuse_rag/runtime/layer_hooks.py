@@ -30,39 +30,21 @@ class LayerHook:
     chosen: Tensor | None = None
 
     def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
-        """Choose the rows that a layer computes, before it runs.
+        """Choose the rows that a layer computes: some of `[R]` int64 ascending positions, including the last.
 
-        Args:
-            layer: the layer.
-            rows: `[R]` int64 ascending positions computed so far.
-            buffer: the request's buffer; it still has the stored keys and values of this layer.
-
-        Returns:
-            Some of `rows`, ascending, including the last. A row that is left out is not computed in this layer or any
-            later one; its stored keys and values stay in the buffer.
+        A row that is left out is not computed in later layers either. Its stored keys and values, which the buffer
+        still holds in this layer, stay.
         """
         return rows
 
     def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
-        """Act after a layer's fresh keys and values are written to the buffer and before any row attends to them.
+        """Act after a layer's `[R]` rows are written to the buffer and before any row attends to them.
 
-        Args:
-            layer: the layer.
-            rows: `[R]` positions computed in the layer.
-            buffer: the request's buffer, with rotated keys; positions that are not rows may be changed.
-            query: `[1, Hq, R, D]` of the rows, rotated.
+        The queries `[1, Hq, R, D]` and the buffer's keys are rotated. Positions that are not rows may be changed.
         """
 
     def on_attention(self, layer: int, rows: Tensor, query: Tensor, key: Tensor, params: AttentionParams) -> None:
-        """Observe a layer's attention inputs, after `after_write`.
-
-        Args:
-            layer: the layer.
-            rows: `[R]` int64 ascending positions of the queries.
-            query: `[1, Hq, R, D]`, rotated.
-            key: `[1, Hkv, length, D]`, rotated.
-            params: how the layer computes scores.
-        """
+        """Observe a layer's rotated queries `[1, Hq, R, D]` and keys `[1, Hkv, length, D]`, after `after_write`."""
 
 
 class HookedPass:

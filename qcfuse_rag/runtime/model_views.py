@@ -37,18 +37,7 @@ class LayerRunner(Protocol):
     """Runs the layers of a decoder in one pass."""
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a layer.
-
-        Args:
-            layer: the layer's index.
-            inner: the layer itself.
-            hidden: `[1, R, H]` hidden states.
-            args: further positional arguments of the layer.
-            kwargs: keyword arguments of the layer.
-
-        Returns:
-            The layer's output in the form that the decoder expects.
-        """
+        """Compute a layer of `[1, R, H]` hidden states; return its output in the form that the decoder expects."""
         ...
 
 

@@ -29,17 +29,9 @@ def copy_chunk(
     *,
     ropes: Sequence[LayerRope] | None = None,
 ) -> int:
-    """Copy a chunk's keys and values to the positions from `start` on.
+    """Copy a chunk to the positions from `start` on, in some of the buffer's sequences; return the bytes.
 
-    Args:
-        buffer: the request's keys and values.
-        start: the position of the chunk's first token.
-        chunk: the stored chunk, with unrotated keys.
-        sequences: the buffer's sequences that receive the chunk.
-        ropes: rotation of each layer, which rotates the keys to their positions; None leaves them unrotated.
-
-    Returns:
-        Bytes copied.
+    Keys are rotated to their positions unless `ropes` is None.
 
     Raises:
         CorruptEntry: if a block fails its check; the positions are then undefined and must be computed as rows.
@@ -62,19 +54,7 @@ def copy_layer(
     rope: LayerRope | None = None,
     tables: AngleTables | None = None,
 ) -> int:
-    """Copy one layer of a chunk; see `copy_chunk`.
-
-    Args:
-        buffer: the request's keys and values.
-        start: the position of the chunk's first token.
-        chunk: the stored chunk, with unrotated keys.
-        layer: the layer.
-        sequences: the buffer's sequences that receive the chunk.
-        rope: rotation of the layer; None leaves the keys unrotated.
-        tables: cosines and sines computed for earlier layers; new ones are added.
-
-    Returns:
-        Bytes copied.
+    """Copy one layer of a chunk; see `copy_chunk`. `tables` keeps cosines and sines between layers.
 
     Raises:
         ValueError: if a block does not fit the buffer.
@@ -96,14 +76,7 @@ def copy_layer(
 def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rope: LayerRope) -> list[PlacementBlock]:
     """Copy one layer of a chunk to the buffer's device in its stored format, for `kernels.placement.place_blocks`.
 
-    The caller enters `torch.inference_mode`, which takes longer than this function.
-
-    Args:
-        buffer: the request's keys and values, of one sequence.
-        start: the position of the chunk's first token.
-        chunk: the stored chunk; a low-rank chunk is expanded.
-        layer: the layer.
-        rope: rotation of the layer.
+    Low-rank chunks are expanded. The caller enters `torch.inference_mode`, which takes longer than this function.
 
     Raises:
         CorruptEntry: if a block fails its check.
@@ -122,16 +95,9 @@ def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rop
 
 @torch.inference_mode()
 def rotate_buffer(buffer: KVBuffer, ropes: Sequence[LayerRope], start: int, stop: int, *, back: bool = False) -> None:
-    """Rotate the keys at positions `start <= p < stop` in place, each by its own position.
+    """Rotate the keys at positions `start <= p < stop` in place, each by its own position, or `back` again.
 
     The range may include undefined positions; they stay undefined.
-
-    Args:
-        buffer: the request's keys.
-        ropes: rotation of each layer.
-        start: first position.
-        stop: position after the last.
-        back: undo the rotation, which gives the unrotated keys that are stored.
     """
     tables: AngleTables = {}
     for keys, rope in zip(buffer.keys, ropes, strict=True):

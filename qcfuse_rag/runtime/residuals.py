@@ -34,12 +34,7 @@ class ResidualKernel:
     noise: float = 8.0
 
     def weights(self, targets: Tensor, sources: Tensor) -> Tensor:
-        """Return `[N, S]` float32: how much of each source's residual every target gets.
-
-        Args:
-            targets: `[N]` int64 positions.
-            sources: `[S]` int64 positions of the same passage, at least one.
-        """
+        """Return `[N, S]` float32: how much of the residual at each of S positions each of N positions gets."""
         known = self._covariance(sources, sources) + self.noise * torch.eye(len(sources))
         weights: Tensor = torch.linalg.solve(known, self._covariance(sources, targets))
         return weights.T
@@ -116,13 +111,7 @@ class PassResiduals:
         self.sources = torch.cat([group.sources for group in self.groups])
 
     def before_write(self, layer: int, keys: Tensor, values: Tensor) -> Callable[[], None]:
-        """Note the stored keys and values of the recomputed tokens; return the function that corrects the others later.
-
-        Args:
-            layer: the layer.
-            keys: `[1, Hkv, capacity, D]`, the layer's rotated keys, to which the fresh ones will be written.
-            values: `[1, Hkv, capacity, Dv]`, likewise.
-        """
+        """Note the recomputed tokens' stored `[1, Hkv, capacity, D]` keys and values; return what corrects others."""
         stored = keys.index_select(2, self.sources), values.index_select(2, self.sources)
         return partial(self._spread, self.ropes[layer], keys, values, stored)
 
@@ -141,7 +130,6 @@ class PassResiduals:
             side[:, :, start:stop] += corrections
 
     def _estimates(self, residuals: Tensor, start: int, stop: int) -> Tensor:
-        """Return `[1, Hkv, stop - start, D]`, the estimated residuals; 0 where nothing is corrected."""
         estimates = residuals.new_zeros(*residuals.shape[:2], stop - start, residuals.shape[3])
         done = 0
         for group in self.groups:
@@ -151,7 +139,6 @@ class PassResiduals:
         return estimates
 
     def _back(self, rope: LayerRope) -> tuple[Tensor, Tensor]:
-        """Return the angles that take the rotation of the recomputed tokens' keys back."""
         assert rope.inv_freq is not None
         if id(rope.inv_freq) not in self._backward:
             self._backward[id(rope.inv_freq)] = angles(rope.inv_freq, -self.sources)

@@ -46,16 +46,10 @@ class RowBlock:
     _additive: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, compare=False)
 
     def additive(self, dtype: torch.dtype, groups: int) -> Tensor:
-        """Return the block's mask in the form of fused kernels: 0 where a row sees a key, else minus infinity.
+        """Return the `[groups * (stop - start), stop_key - start_key]` mask: 0 where a row sees a key, else -inf.
 
         Torch would convert a boolean mask in every layer. The result is cached for later layers unless it is large.
-
-        Args:
-            dtype: of the result.
-            groups: how often the mask is repeated: number of query heads that share a key.
-
-        Returns:
-            `[groups * (stop - start), stop_key - start_key]`.
+        It is repeated for each query head that shares a key.
         """
         assert self.mask is not None
         if (dtype, groups) in self._additive:
@@ -104,15 +98,7 @@ class RowsPlan:
         visible: Sequence[Tensor | None] | None = None,
         observe: Observer | None = None,
     ) -> RowsPlan:
-        """Plan a pass over `rows`, ascending and not empty.
-
-        Args:
-            rows: `[R]` int64; the host waits for them unless they are on the CPU.
-            windows: see the attributes.
-            device: the device of the pass; None for the device of `rows`.
-            visible: see the attributes.
-            observe: see the attributes.
-        """
+        """Plan a pass over `[R]` int64 ascending rows, not empty; the host waits for them unless on the CPU."""
         on_device = rows if device is None else to_device(rows, device)
         host = rows if rows.device.type == "cpu" else None
         return cls(on_device, int(rows[-1]) + 1, visible, observe, windows, host)

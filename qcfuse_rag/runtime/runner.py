@@ -105,10 +105,7 @@ class ModelRunner:
         return runner
 
     def allocate(self, capacity: int) -> KVBuffer:
-        """Allocate the buffer of a request.
-
-        Args:
-            capacity: number of tokens of the prompt and its answer.
+        """Allocate the buffer of a request with so many tokens in prompt and answer.
 
         Raises:
             torch.OutOfMemoryError: if the device has no memory for it.

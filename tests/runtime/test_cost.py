@@ -11,14 +11,7 @@ import pytest
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TieredStore, make_method
 from qcfuse_rag.fusion.method import BreakEven
-from qcfuse_rag.runtime.cost import (
-    Costs,
-    PrefillEstimate,
-    costs_path,
-    measure_loading,
-    measure_passes,
-    read_costs,
-)
+from qcfuse_rag.runtime.cost import Costs, PrefillEstimate, costs_path, measure_loading, measure_passes, read_costs
 from qcfuse_rag.runtime.runner import TransferOpener
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV

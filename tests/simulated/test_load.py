@@ -31,9 +31,7 @@ from tests.support.passages import PASSAGES
 
 @pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
 def test_an_engine_is_compiled_before_its_first_request(
-    device: Device,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
+    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models, compiled = [build_model("llama"), moved(build_model("llama"), device)], list[str]()
     monkeypatch.setattr(LanguageModel, "load", lambda *_, **__: LanguageModel.wrap(models.pop(), tokenizer))

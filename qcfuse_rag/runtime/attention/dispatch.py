@@ -39,16 +39,10 @@ def split_rows(
     rows_on_host: Tensor | None = None,
     visible_on_host: Tensor | None = None,
 ) -> list[RowBlock]:
-    """Split rows into blocks; no block reads keys after the position of its last row.
+    """Split `[R]` int64 ascending rows into blocks; no block reads keys after the position of its last row.
 
-    Args:
-        rows: `[R]` int64 ascending positions.
-        length: number of keys.
-        visible: `[V]` int64 ascending positions of the keys that may be seen, which key ranges then index into; None
-            for all keys.
-        window: sliding window in tokens, or None.
-        rows_on_host: the rows on the CPU; None copies them, and the host waits for the device.
-        visible_on_host: the visible positions on the CPU; likewise.
+    Key ranges index into `visible`, `[V]` int64 ascending positions, if it is given. The host waits for the device
+    unless it is given the rows and the visible positions on the CPU too.
     """
     if window is not None and window >= length:
         window = None
@@ -73,13 +67,7 @@ def split_rows(
 
 
 def row_blocks_of(plan: RowsPlan, layer: int, window: int | None) -> list[RowBlock]:
-    """Split the rows of a plan; computed once per set of visible keys and window, then shared by layers.
-
-    Args:
-        plan: the pass.
-        layer: index of the layer.
-        window: the layer's sliding window in tokens, or None.
-    """
+    """Split the rows of a plan, once for each set of visible keys and window; layers share the blocks."""
     key = (plan.visible_key(layer), window)
     if key not in plan.row_blocks:
         visible = None if plan.visible is None else plan.visible[layer]
@@ -121,17 +109,7 @@ def dense_attention_name(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attend with R rows to R keys; each row sees the keys up to its own position.
-
-    Args:
-        query: `[B, Hq, R, D]`.
-        key: `[B, Hkv, R, D]`.
-        value: `[B, Hkv, R, Dv]`.
-        scaling: factor on scores.
-
-    Returns:
-        `[B, Hq, R, Dv]`.
-    """
+    """Attend with `[B, Hq, R, D]` to R keys, each row to those up to its own position; return `[B, Hq, R, Dv]`."""
     dim, module = query.shape[-1], _installed_flash(query.device, query.dtype)
     if module is not None and value.shape[-1] == dim <= FLASH_MAX_DIM and dim % FLASH_DIM_STEP == 0:
         by_token = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -154,7 +132,6 @@ def chosen_backends(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _installed_flash(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the module of the flash-attn to use on a device, if it is installed."""
     if device.type != "cuda" or dtype not in FLASH_DTYPES:
         return None
     module = flash_module(torch.cuda.get_device_capability(device))
@@ -279,7 +256,6 @@ def _planned_window(plan: RowsPlan | StepPlan | TablePlan, layer: int) -> int | 
 
 
 def _is_plain(params: AttentionParams) -> bool:
-    """Return whether torch's fused attention can compute the scores."""
     return params.softcap is None and params.sinks is None
 
 
@@ -301,15 +277,7 @@ def _step_attention(query: Tensor, plan: StepPlan, layer: int, params: Attention
 
 
 def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float) -> Tensor:
-    """Run fused attention on one block, without repeating keys over the heads of a group.
-
-    Args:
-        query: `[B, Hq, R, D]`.
-        key: `[B, Hkv, K, D]`.
-        value: `[B, Hkv, K, Dv]`.
-        block: the rows and the keys.
-        scaling: factor on the scores.
-    """
+    """Run fused attention on one block, without repeating keys over the heads of a group."""
     if block.causal:
         return causal_attention(query, key, value, scaling)
     batch, heads, rows, dim = query.shape

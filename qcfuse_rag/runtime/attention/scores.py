@@ -32,13 +32,7 @@ class Scores:
 
 @torch.inference_mode()
 def attention_weights(
-    query: Tensor,
-    key: Tensor,
-    rows: Tensor,
-    known: Tensor,
-    params: AttentionParams,
-    *,
-    reduce: str = "mean",
+    query: Tensor, key: Tensor, rows: Tensor, known: Tensor, params: AttentionParams, *, reduce: str = "mean"
 ) -> Tensor:
     """Return the attention that each key receives, pooled over rows and heads.
 

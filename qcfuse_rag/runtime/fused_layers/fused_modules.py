@@ -164,8 +164,6 @@ def fused_view(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class _FusedViewBuilder:
-    """Builds a view of a model in which modules are replaced by fused ones that agree with them."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._device, self._dtype = model, model.device, model.dtype
         self._generator = torch.Generator(self._device).manual_seed(0)
@@ -219,10 +217,7 @@ class _FusedViewBuilder:
     def _first(
         self, kind: str, own: nn.Module, tried: Iterable[nn.Module], scales: tuple[float, ...], channels: int
     ) -> nn.Module | None:
-        """Return the first view whose results agree with the module's, for rows of different scales; None if none does.
-
-        No row has a mean of 0: some norms subtract the mean.
-        """
+        """Return the first view whose results agree; rows have no mean of 0, since some norms subtract the mean."""
         factors = torch.tensor(scales, device=self._device).repeat(REPEATS)[None, :, None]
         given = ((1 + self._random(1, factors.shape[1], channels).float()) * factors).to(self._dtype)
         agreeing = (view for view in tried if agree(own, view, given) and agree(own, view, given[:, :FEW]))
@@ -231,7 +226,6 @@ class _FusedViewBuilder:
         return found
 
     def _products(self, module: nn.Module, kind: str, names: Sequence[str]) -> dict[str, nn.Module]:
-        """Return views of an attention's products, with a kernel for a few rows; none if their results differ."""
         from qcfuse_rag.runtime.fused_layers.skinny_products import supports
 
         own = [module._modules.get(name) for name in names]
@@ -247,7 +241,6 @@ class _FusedViewBuilder:
         return dict(zip(names, views, strict=True))
 
     def _forward(self, module: nn.Module) -> types.FunctionType | None:
-        """Return a module's forward with a kernel in place of its rotation; None if there is no such rotation."""
         forward = type(module).forward
         if not isinstance(forward, types.FunctionType) or ROTATION not in forward.__code__.co_names:
             return None

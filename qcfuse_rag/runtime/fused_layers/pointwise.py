@@ -198,16 +198,10 @@ def normalized(x: Tensor, norm: Norm) -> Tensor:
 
 
 def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and keys turned by their positions' angles (Su et al., RoFormer, arXiv 2104.09864).
+    """Return `[B, Hq, R, D]` queries and `[B, Hkv, R, D]` keys turned by their positions' angles.
 
-    Args:
-        query: `[B, Hq, R, D]`, of any strides but for its last dimension; channel i turns with channel i + D / 2.
-        key: `[B, Hkv, R, D]`.
-        cos: `[B, R, D]` or `[1, R, D]`.
-        sin: the same.
-
-    Returns:
-        Both, laid out as `[B, R, H, D]`.
+    Channel i turns with channel i + D / 2 (Su et al., RoFormer, arXiv 2104.09864). Inputs may have any strides but for
+    their last dimension; `cos` and `sin` are `[B, R, D]` or `[1, R, D]`; results are laid out as `[B, R, H, D]`.
     """
     requests, heads, n_rows, dim = query.shape
     kv_heads = key.shape[1]

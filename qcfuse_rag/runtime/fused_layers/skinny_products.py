@@ -173,16 +173,7 @@ def supports(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def projected(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Return the products of rows with one to three weights.
-
-    Args:
-        x: `[.., D]`, see `supports`.
-        weights: each `[N, D]`.
-        biases: each `[N]`; None if there are none.
-
-    Returns:
-        For each weight `[.., N]`, in the dtype of `x`.
-    """
+    """Return the products of `[.., D]` rows with one to three `[N, D]` weights: each `[.., N]` in the dtype of `x`."""
     columns = [len(weight) for weight in weights]
     dim, x = x.shape[-1], x.contiguous()
     n_rows = x.numel() // dim
@@ -216,17 +207,7 @@ def projected(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | N
 
 
 def gate_projected(x: Tensor, gates: Tensor, values: Tensor, activation: str) -> Tensor:
-    """Return `activation(x @ gates.T) * (x @ values.T)`, the first half of a gated feed-forward network.
-
-    Args:
-        x: `[.., D]`, see `supports`.
-        gates: `[N, D]`.
-        values: `[N, D]`.
-        activation: one of `pointwise.ACTIVATIONS`.
-
-    Returns:
-        `[.., N]` in the dtype of `x`.
-    """
+    """Return `activation(x @ gates.T) * (x @ values.T)`, `[.., N]`, for `x` `[.., D]` and `[N, D]` weights."""
     dim, x = x.shape[-1], x.contiguous()
     n_rows = x.numel() // dim
     out = torch.empty(*x.shape[:-1], len(gates), dtype=x.dtype, device=x.device)

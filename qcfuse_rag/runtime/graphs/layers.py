@@ -147,7 +147,6 @@ def _save_query(
     _key: Tensor,
     params: AttentionParams,
 ) -> None:
-    """Copy the queries of a layer to its snapshot, as part of the recording."""
     if layer not in snapshots:
         kept = _shared_memory(memory, "query", query.transpose(1, 2)).transpose(1, 2)
         snapshots[layer] = QuerySnapshot(kept, params)
@@ -173,7 +172,6 @@ class _LayerRecording:
         self.hidden: tuple[Tensor, Tensor]
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a layer."""
         if layer == 0:
             self.hidden = _shared_memory(self._memory, "even", hidden), _shared_memory(self._memory, "odd", hidden)
             self.hidden[0].copy_(hidden)
@@ -198,8 +196,6 @@ class _LayerRecording:
 
 
 class _LayerReplay:
-    """Runs recorded layers over a request."""
-
     def __init__(
         self, layers: list[LayerGraph], hidden: tuple[Tensor, Tensor], plan: RowsPlan, buffer: KVBuffer
     ) -> None:
@@ -210,7 +206,6 @@ class _LayerReplay:
         self._ran = 0
 
     def check_complete(self, depth: int) -> None:
-        """Raise `GraphMismatch` if the number of recorded layers that ran is not `depth`."""
         if self._ran != depth:
             raise GraphMismatch
 
@@ -232,11 +227,7 @@ class _LayerReplay:
         return self._hidden[1 - layer % 2]
 
     def _copy_inputs(self, targets: list[Tensor], given: tuple[Any, ...]) -> None:
-        """Copy what the layer is given to where it reads it, unless a layer before was given the same objects.
-
-        Raises:
-            GraphMismatch: if it is given other tensors than when it was recorded.
-        """
+        """Copy what the layer is given to where it reads it, unless a layer before was given the same objects."""
         same = (*map(id, targets), *map(id, given))
         if same in self._given:
             return
@@ -251,7 +242,6 @@ class _LayerReplay:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a layer's arguments, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -262,7 +252,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a layer's arguments with a function applied to every tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (tuple, list)):
@@ -306,8 +295,7 @@ def record_layers(
 def _check(lm: LanguageModel, graphs: LayerGraphs, sample: SamplePrompt, exclusively: Exclusively) -> list[ErrorBound]:
     """Compare a recorded pass with the same kernels launched one by one, and these with the model's own layers.
 
-    Stored keys and values arrive layer by layer. One check has the recorded number of rows, the other has fewer
-    rows of a longer prompt.
+    The second check has fewer rows, of a longer prompt.
     """
     size, bounds = graphs.n_rows, []
     generator = torch.Generator(lm.device).manual_seed(size)

@@ -71,7 +71,6 @@ class GraphRecorder:
             self._pool = torch.cuda.graph_pool_handle()
 
     def _unused_stream(self) -> torch.cuda.Stream:
-        """Return a stream that no other recorder of this process uses."""
         used = {recorder._stream.cuda_stream for recorder in self._recorders if recorder._device == self._device}
         for _ in range(STREAMS):
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

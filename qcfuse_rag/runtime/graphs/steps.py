@@ -83,11 +83,7 @@ def _record_step(lm: LanguageModel, model: PreTrainedModel, requests: int, recor
 
 @torch.inference_mode()
 def _check(lm: LanguageModel, graph: StepGraph, samples: Sequence[SamplePrompt], replay: Replay) -> list[ErrorBound]:
-    """Compare a recorded step with the step launched kernel by kernel, and that with the model's own layers.
-
-    Requests have different prompts and lengths. If the step is for several requests, one check leaves a request
-    out.
-    """
+    """Compare a recorded step with its launched kernels and with the model's own layers; once with a request less."""
     bounds, size = [], graph.inputs.shape[1]
     for round_, last in enumerate(min(position, lm.context_window.tokens - 1) for position in CHECKED_POSITIONS):
         positions = [max(0, last - 3 * request) for request in range(max(1, size - round_ % 2))]

@@ -170,7 +170,7 @@ def context_scores(
     reduce: str = "mean",
     splits: int | None = None,
 ) -> Tensor:
-    """Return the attention that each key gets, pooled over rows and heads.
+    """Return `[T]` float32, the attention that each key gets, pooled by `mean` or `max` over rows and heads.
 
     The reference is `runtime.reference_attention.plain_attention_weights`.
 
@@ -180,11 +180,8 @@ def context_scores(
         rows: `[R]` int64 positions of the queries, less than T.
         known: `[T]` bool, positions that hold a key; each row sees at least one of them.
         params: how the layer computes scores; sinks take no part.
-        reduce: `mean` or `max` over rows and heads.
+        reduce: `mean` or `max`.
         splits: parts to split the keys into, at most `FEW_SPLITS`; None chooses enough to fill the device.
-
-    Returns:
-        `[T]` float32.
 
     Raises:
         ValueError: if shapes, dtypes or layouts of operands do not match.

@@ -144,12 +144,9 @@ def place(
 
 
 def place_blocks(blocks: Sequence[PlacementBlock], tables: AngleTables | None = None) -> None:
-    """Place blocks: one launch for all of the same format, shape and rotation, together with those without rotation.
+    """Place blocks of one device: one launch for all of the same format, shape and rotation.
 
-    Args:
-        blocks: blocks on one device. Blocks at the same positions of the same buffer overwrite each other in no
-            defined order.
-        tables: cosines and sines at every position of a buffer from earlier calls; this call adds to them.
+    Blocks without rotation join them. `tables` keeps cosines and sines at every position of a buffer between calls.
     """
     tables = {} if tables is None else tables
     for group in launch_groups(map(_layout_and_rotation, blocks)):
@@ -157,13 +154,7 @@ def place_blocks(blocks: Sequence[PlacementBlock], tables: AngleTables | None = 
 
 
 def launch_groups(blocks: Iterable[tuple[object, object, T]]) -> Iterator[list[T]]:
-    """Yield what one launch places: blocks of the same layout and rotation.
-
-    Blocks that do not rotate join others of their layout, behind them.
-
-    Args:
-        blocks: each with its layout and its rotation; None if it does not rotate.
-    """
+    """Yield what one launch places: blocks of the same layout and rotation, behind them those that do not rotate."""
     by_layout: dict[object, dict[object, list[T]]] = {}
     for layout, rotation, block in blocks:
         by_layout.setdefault(layout, {}).setdefault(rotation, []).append(block)

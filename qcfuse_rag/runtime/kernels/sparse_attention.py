@@ -79,8 +79,8 @@ def sparse_attention(
         value: `[1, Hkv, T, Dv]`.
         rows: `[R]` int64 ascending positions less than T; a row sees the keys up to itself.
         params: how the layer computes scores.
-        splits: parts to split the keys into, at most `MAX_SPLITS`; None chooses enough to fill the device.
-        tile: block size of a program; None chooses the size that fills the device.
+        splits: parts to split the keys into, at most `MAX_SPLITS`; None fills the device, and so for `tile`.
+        tile: block size of a program.
 
     Returns:
         `[1, R, Hq, Dv]` in the dtype of `value`.
@@ -89,15 +89,7 @@ def sparse_attention(
         ValueError: if shapes, dtypes or layouts of operands do not match.
     """
     check_operands(query, key, value, rows)
-    return launch_attention(
-        query,
-        (key, value),
-        rows[None],
-        key.shape[2],
-        params,
-        splits=splits,
-        tile=tile,
-    )
+    return launch_attention(query, (key, value), rows[None], key.shape[2], params, splits=splits, tile=tile)
 
 
 def launch_attention(
@@ -110,19 +102,10 @@ def launch_attention(
     splits: int | None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Launch the attention kernel on operands that have been checked.
+    """Launch the attention kernel on checked operands; return `[B, R, Hq, Dv]`.
 
-    Args:
-        query: `[B, Hq, R, D]`.
-        kv: `[1, Hkv, T, D]` keys and `[1, Hkv, T, Dv]` values of a single request, or a table of several requests.
-        rows: `[B, R]` int64.
-        longest: most keys that a row may see.
-        params: how the layer computes scores.
-        splits: parts to split the keys into.
-        tile: block size of a program.
-
-    Returns:
-        `[B, R, Hq, Dv]`.
+    `kv` holds the `[1, Hkv, T, D]` keys and `[1, Hkv, T, Dv]` values of a single request, or is a table of several; no
+    row sees more than `longest` keys.
     """
     check_params(query, params)
     window, sinks = params.window, params.sinks
@@ -191,12 +174,7 @@ def attention_tile(dtype: torch.dtype, dim: int, pairs: int, kv_heads: int, devi
 
 @cache
 def supports_large_tile(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Return whether `LARGE_TILE` is used: where it fits, if its results there agree with the reference.
-
-    Args:
-        device: the device to check.
-        dtype: dtype of keys and values.
-        dim: channels of a head.
+    """Return whether `LARGE_TILE` fits `dim` channels of a head and agrees with the reference there.
 
     Raises:
         torch.OutOfMemoryError: if there is not enough memory for the check.
@@ -236,11 +214,7 @@ def supports_large_tile(device: torch.device, dtype: torch.dtype, dim: int) -> b
 
 
 def sparse_attention_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: Tensor,
-    params: AttentionParams,
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, params: AttentionParams
 ) -> Tensor:
     """Compute what `sparse_attention` does in float32 with a mask; the arguments are the same."""
     visible = seen_keys(rows, torch.arange(key.shape[2], device=key.device), params.window)

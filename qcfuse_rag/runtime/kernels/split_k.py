@@ -19,24 +19,12 @@ have two parts. With one or two key heads, 32 parts would leave most of a large 
 
 
 def num_splits(
-    programs: int,
-    keys: int,
-    device: torch.device,
-    *,
-    warps: int = 4,
-    uneven: bool = False,
-    most: int = MAX_SPLITS,
+    programs: int, keys: int, device: torch.device, *, warps: int = 4, uneven: bool = False, most: int = MAX_SPLITS
 ) -> int:
     """Return the number of parts to split keys into, so that programs fill a device.
 
-    Args:
-        programs: number of programs without a split.
-        keys: most keys that a row may see.
-        device: the device to fill.
-        warps: warps of a program; half as many programs of eight warps run at once.
-        uneven: whether some programs have more keys than others. Then twice as many programs are wanted as run at once,
-            so that a multiprocessor that finishes early starts another.
-        most: most parts.
+    Half as many programs of eight warps run at once. If some programs have more keys than others (`uneven`), twice as
+    many are wanted as run at once, so that a multiprocessor that finishes early starts another.
     """
     capacity = max(1, 4 * concurrent_programs(device) // warps)
     wanted = round(2 * capacity / programs) if uneven else capacity // programs

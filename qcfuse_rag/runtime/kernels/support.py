@@ -49,11 +49,6 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, dim: int) -> st
     A kernel that does not compile, or gives a wrong result, is a reason and not an error: torch computes the same, more
     slowly.
 
-    Args:
-        device: the device to check.
-        dtype: dtype of the model.
-        dim: channels of a head.
-
     Raises:
         torch.OutOfMemoryError: if there is not enough memory for the check.
     """

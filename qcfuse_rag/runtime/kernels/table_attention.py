@@ -69,14 +69,9 @@ def append(
 
 
 def append_rows(key: Tensor, value: Tensor, table: KVTable, layer: int, rows: Tensor) -> None:
-    """Write the fresh keys and values of each request into its buffer.
+    """Write `[B, Hkv, R, D]` keys and `[B, Hkv, R, Dv]` values at `[B, R]` int64 positions of each request's buffer.
 
-    Args:
-        key: `[B, Hkv, R, D]`, rotated; any strides, but contiguous channels.
-        value: `[B, Hkv, R, Dv]`.
-        table: addresses of the buffers.
-        layer: index of the layer.
-        rows: `[B, R]` int64 positions; rows at the same position must hold the same values.
+    Only channels must be contiguous. Rows at the same position must hold the same values.
 
     Raises:
         ValueError: if operands do not match each other.
@@ -150,11 +145,7 @@ def table_attention(
 
 
 def table_attention_reference(
-    query: Tensor,
-    buffers: Sequence[KVBuffer],
-    layer: int,
-    rows: Tensor,
-    params: AttentionParams,
+    query: Tensor, buffers: Sequence[KVBuffer], layer: int, rows: Tensor, params: AttentionParams
 ) -> Tensor:
     """Compute what `table_attention` does, request by request in float32."""
     results = []
@@ -165,7 +156,6 @@ def table_attention_reference(
 
 
 def _entries(fresh: Tensor, table: KVTable, layer: int, rows: Tensor) -> Tensor:
-    """Return a layer's entries of a table after checking that they match the requests of the fresh rows."""
     entries = table.entries[layer]
     if fresh.dim() != 4 or fresh.shape[3] != table.shapes[layer].key_dim or fresh.stride(3) != 1:
         raise ValueError(

@@ -95,10 +95,7 @@ class HostToDevice:
         self._link, self.device = link, link.device
 
     def send(self, tensors: Sequence[Tensor]) -> TransferHandle:
-        """Start copying tensors to the device.
-
-        Send many at once: locking the link and switching streams takes the host as long as starting a copy.
-        """
+        """Start copying tensors to the device; send many at once, since locking the link takes as long as a start."""
         link = self._link
         computed = torch.cuda.current_stream(self.device).record_event()  # a chunk may be a sum computed here
         with link.lock, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
@@ -107,13 +104,9 @@ class HostToDevice:
             return TransferHandle(self.device, copies, nbytes, link.stream.record_event(), computed)
 
     def send_spans(self, spans: Sequence[Tensor]) -> tuple[TransferHandle, list[int]]:
-        """Start copying spans of page-locked memory to the device, into one allocation.
+        """Start copying `[n]` uint8 spans of page-locked memory into one allocation; also return their addresses there.
 
-        Args:
-            spans: `[n]` uint8 each, whole multiples of `store.chunk.SLAB_ALIGNMENT`.
-
-        Returns:
-            The transfer, and the address on the device that each span is copied to.
+        Their lengths are multiples of `store.chunk.SLAB_ALIGNMENT`.
         """
         link, stops = self._link, list(accumulate(map(len, spans)))
         computed = torch.cuda.current_stream(self.device).record_event()

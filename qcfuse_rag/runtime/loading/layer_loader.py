@@ -120,7 +120,6 @@ class LayerLoader:
             source.stop()
 
     def _next_layers(self, limit_s: float | None) -> ReadLayers:
-        """Return the layers that were sent next, once they are sent."""
         item, self._peeked = self._peeked, None
         if item is None:
             try:
@@ -134,10 +133,7 @@ class LayerLoader:
         return item
 
     def _arrived_layers(self) -> list[ReadLayers]:
-        """Return later layers whose transfers are complete too, to be placed by the same kernel launch.
-
-        About as many as are placed already: the device stays busy while the host builds a long table.
-        """
+        """Return later layers that have arrived too, about as many as are placed, to be placed by the same launch."""
         arrived: list[ReadLayers] = []
         while (
             self._places_several_layers
@@ -153,7 +149,6 @@ class LayerLoader:
         return arrived
 
     def _place(self, read: Sequence[ReadLayers]) -> None:
-        """Place the next layers."""
         for source, sent in zip(self._sources, zip(*read, strict=True), strict=True):
             self.nbytes += source.place(sent)
         self._n_placed += sum(len(sent[0][0]) for sent in read)
@@ -165,10 +160,10 @@ class LayerLoader:
             self._placing.append((transferred, torch.cuda.current_stream(self._device).record_event()))
 
     def _release_placed(self) -> None:
-        """Apply back-pressure: let the reading thread continue by as many bytes as the device has placed.
+        """Let the reading thread go on by as many bytes as the device has placed.
 
-        The host drops placed blocks long before the device has placed them. To bound the memory they use until then,
-        wait for the device while more than AHEAD_BYTES / 2 are being placed. This wait is not one for the store.
+        The host drops placed blocks long before that. To bound their memory, wait for the device while more than
+        AHEAD_BYTES / 2 are being placed.
         """
         while self._placing:
             nbytes, placed = self._placing[0]
@@ -180,11 +175,7 @@ class LayerLoader:
             self._released.put(nbytes)
 
     def _read(self) -> None:
-        """Read all blocks in the order in which passes need them. The loading thread runs this if there is one.
-
-        An error ends reading and is queued as a `LateMissError`, of the chunk being read if it is known, else of
-        all.
-        """
+        """Read all blocks in the order in which passes need them; an error ends reading and is queued."""
         ahead, first, count = 0, 0, 1
         try:
             with torch.inference_mode():
@@ -204,7 +195,6 @@ class LayerLoader:
             self._layers.put(LateMissError(dict.fromkeys(starts, Miss(f"cannot be read: {error}"))))
 
     def _next_count(self, count: int, nbytes: int) -> int:
-        """Return how many layers to send at once after so many layers of so many bytes."""
         if not self._sends_several_layers:
             return 1
         return max(1, min(GROWTH * count, AHEAD_BYTES // 2 * count // max(1, nbytes)))

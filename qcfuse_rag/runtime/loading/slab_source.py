@@ -99,7 +99,6 @@ class SlabSource:
     def _layouts_and_rotations(
         self, layers: Sequence[int], sides: tuple[tuple[Tensor, ...], ...]
     ) -> Iterator[tuple[object, object, tuple[int, int]]]:
-        """Yield the layout and the rotation of the blocks of each layer and kind; see `launch_groups`."""
         for layer, (kind, side) in product(layers, enumerate(sides)):
             rope = self._rotation(layer, kind)
             rotation = None if rope is None else (id(rope.inv_freq), rope.interleaved)
@@ -149,7 +148,6 @@ def _sides(buffer: KVBuffer) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 
 
 def _fits(forms: Forms, buffer: KVBuffer) -> bool:
-    """Return whether blocks have the buffer's heads and channels; where they have not, `BlockSource` says so."""
     expected = [
         (layer.shape[0], *layer.shape[1::2]) for layers in zip(*_sides(buffer), strict=True) for layer in layers
     ]

@@ -88,9 +88,7 @@ def test_more_requests_than_were_recorded_are_launched_kernel_by_kernel(tokenize
     assert recorder.replayed == before
 
 
-def test_answers_are_the_same_with_recorded_steps(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_answers_are_the_same_with_recorded_steps(tokenizer: PreTrainedTokenizerFast) -> None:
     engine, recorder = make_engine(model_of("llama", tokenizer), MemoryStore()), CountingRecorder()
     engine.warm(PASSAGES, bases=(FRAMED,))
     prompts = [engine.prompt(question, PASSAGES) for question in (QUESTION, "Why?")]

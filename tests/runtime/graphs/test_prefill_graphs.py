@@ -157,9 +157,7 @@ def test_answers_are_the_same_with_recorded_passes(
     assert torch.allclose(result.logits, expected.logits, **CLOSE)
 
 
-def test_an_exact_answer_is_healed_by_recorded_passes(
-    recorded: tuple[FusionEngine, CountingRecorder],
-) -> None:
+def test_an_exact_answer_is_healed_by_recorded_passes(recorded: tuple[FusionEngine, CountingRecorder]) -> None:
     engine, recorder = recorded
     prompt, params, before = engine.prompt(QUESTION, PASSAGES[:2]), SamplingParams(max_new_tokens=4), recorder.replayed
     exact = replace(params, fidelity="exact")
@@ -272,9 +270,7 @@ class Spoiling(AgainAndAgain):
         return compute(), spoil
 
 
-def test_a_model_that_gives_its_layers_other_inputs_is_launched(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_model_that_gives_its_layers_other_inputs_is_launched(tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
     passes = PrefillRunner(lm, recorder)
     passes.compile(rows=(4,))

@@ -26,13 +26,7 @@ SEVERAL_EACH = [[2, 70, 71, 200, 201], [0, 1, 2, 3, 4], [10, 64, 128, 192, 192]]
 )
 @pytest.mark.parametrize("rows", [ONE_EACH, SEVERAL_EACH], ids=["one row", "several rows"])
 def test_rows_attend_to_their_own_requests_buffer(
-    rows: list[list[int]],
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    value_dim: int,
-    splits: int | None,
-    dtype: torch.dtype,
+    rows: list[list[int]], heads: int, kv_heads: int, dim: int, value_dim: int, splits: int | None, dtype: torch.dtype
 ) -> None:
     query, buffers, table, at = tabled(rows, heads, kv_heads, dim, value_dim, dtype)
     for layer in range(2):
