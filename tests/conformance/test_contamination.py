@@ -6,7 +6,7 @@ gone. Every check is made of safe and of carrying caches alike, so that it fails
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -131,14 +131,11 @@ def test_only_enriched_caches_differ_where_an_attackers_document_was_there(lm: L
 def test_in_one_pass_only_the_length_of_other_texts_matters(lm: LanguageModel, base: Base) -> None:
     """The shape of a pass changes last bits. What the other passages say does not, unless they are neighbours."""
     engines = [make_engine(lm, MemoryStore()) for _ in range(2)]
-    for engine, attack in zip(engines, (attack_ids(engines[0]), attack_ids(engines[0])[::-1]), strict=True):
+    attack_ids = engines[0].prompts.chunk_ids(ATTACK)
+    for engine, attack in zip(engines, (attack_ids, attack_ids[::-1]), strict=True):
         chunks = [attack, engine.prompts.chunk_ids(VICTIM), engine.prompts.chunk_ids(OTHER)]
         engine.corpus.warm_job(chunks, bases=(base,), neighbours=[[], [0], [0]], batch_tokens=1 << 20).run()
     assert same(*(victim_under(engine, base) for engine in engines)) == (base in SAFE_BASES)
-
-
-def attack_ids(engine: FusionEngine) -> tuple[int, ...]:
-    return engine.prompts.chunk_ids(ATTACK)
 
 
 @pytest.mark.parametrize("chosen_by", ["vectors", "token embeddings", "past retrievals"])
@@ -271,17 +268,12 @@ def test_nothing_that_carries_is_made_or_read_unless_it_is_asked_for(llama: Lang
 # Trust domains.
 
 
-@pytest.fixture
-def shared(tmp_path: Path) -> Iterator[DiskStore]:
-    with DiskStore(tmp_path / "kv") as store:
-        yield store
-
-
 @pytest.mark.parametrize("attacker", ["another tenant", "of the same tenant"])
 def test_another_tenants_documents_never_stand_before_ones_own(
-    llama: LanguageModel, shared: DiskStore, store_victim_as_answer: Answer, attacker: str
+    llama: LanguageModel, tmp_path: Path, store_victim_as_answer: Answer, attacker: str
 ) -> None:
     """The attacker knows and warms the victim's text, makes caches of all kinds, and is near by every measure."""
+    shared = DiskStore(tmp_path / "kv")
     own = make_engine(llama, TenantStore(shared, "alice", SECRET))
     name = "mallory" if attacker == "another tenant" else "alice"
     theirs = make_engine(llama, TenantStore(shared, name, SECRET))
@@ -327,15 +319,15 @@ def test_the_command_line_enriches_a_tenants_passages_by_its_own_alone(
         for name, text in texts.items():
             (folder / f"{name}.txt").write_text(text)
     options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--base", "enriched")
+
+    def neighbours(tenant: str) -> list[int]:
+        """Warm two documents; return by how many passages each of them was enriched."""
+        run.json("warm", "run", documents, *options, "--tenant", tenant)
+        with open_store(tmp_path / "s" / KV_FOLDER, tenant=tenant) as store:
+            opened = [store.open(entry.address) for entry in store.entries()]
+        chunks = [found[1] for found in opened if isinstance(found, tuple) and found[0].base == ENRICHED.name]
+        return sorted(len(context_of(chunk) or ()) for chunk in chunks)[:2]
+
     run.json("warm", "run", evil, *options, "--tenant", "mallory")
-    assert enriched_contexts(run, documents, options, "alice") == [1, 1], "only the other document of the same tenant"
-    assert enriched_contexts(run, documents, options, "mallory") == [2, 2], "in one tenant they do meet"
-
-
-def enriched_contexts(run: Run, documents: Path, options: tuple[object, ...], tenant: str) -> list[int]:
-    """Warm two documents for a tenant; return by how many passages each of them was enriched."""
-    run.json("warm", "run", documents, *options, "--tenant", tenant)
-    with open_store(Path(str(options[1])) / KV_FOLDER, tenant=tenant) as store:
-        opened = [store.open(entry.address) for entry in store.entries()]
-    chunks = [found[1] for found in opened if isinstance(found, tuple) and found[0].base == ENRICHED.name]
-    return sorted(len(context_of(chunk) or ()) for chunk in chunks)[:2]
+    assert neighbours("alice") == [1, 1], "only the other document of the same tenant"
+    assert neighbours("mallory") == [2, 2], "in one tenant they do meet"

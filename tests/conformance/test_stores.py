@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,80 +16,29 @@ MIB = 1 << 20
 SECRET = bytes(range(32))
 
 
-class TestMemoryStore(KVStoreTests):
-    @pytest.fixture
-    def store(self) -> KVStore:
-        return MemoryStore(MIB)
+Open = Callable[[Path], KVStore]
+STORES: dict[str, Open] = {
+    "memory": lambda folder: MemoryStore(MIB),
+    "memory, int8": lambda folder: MemoryStore(MIB, numbers="int8", eviction="cost"),
+    "disk": lambda folder: DiskStore(folder, 8 * MIB),
+    "disk, int8": lambda folder: DiskStore(folder, 8 * MIB, numbers="int8", eviction="lru"),
+    "disk, fp8": lambda folder: DiskStore(folder, 8 * MIB, numbers="fp8", eviction="lfu"),
+    "encrypted disk": lambda folder: DiskStore(folder, 8 * MIB, cipher=StoreCipher(SECRET)),
+    "memory over disk": lambda folder: TieredStore(MemoryStore(MIB), DiskStore(folder, 8 * MIB)),
+    "too small a memory over disk": lambda folder: TieredStore(MemoryStore(10), DiskStore(folder, 8 * MIB)),
+    "memory over disk, written later": lambda folder: TieredStore(
+        MemoryStore(MIB, numbers="int8"), DiskStore(folder, 8 * MIB, numbers="int8"), write_behind_bytes=8192
+    ),
+    "three tiers": lambda folder: TieredStore(  # the third stands for a store on another machine
+        MemoryStore(MIB),
+        TieredStore(DiskStore(folder, 8 * MIB), MemoryStore(8 * MIB), write_behind_bytes=MIB),
+    ),
+    "tenant over disk": lambda folder: TenantStore(DiskStore(folder, 8 * MIB), "alice", SECRET),
+}
 
 
-class TestMemoryStoreInt8(KVStoreTests):
-    @pytest.fixture
-    def store(self) -> KVStore:
-        return MemoryStore(MIB, numbers="int8", eviction="cost")
-
-
-class TestDiskStore(KVStoreTests):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[KVStore]:
-        with DiskStore(tmp_path / "kv", 8 * MIB) as store:
+class TestStores(KVStoreTests):
+    @pytest.fixture(params=STORES.values(), ids=STORES)
+    def store(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+        with request.param(tmp_path / "kv") as store:
             yield store
-
-
-class TestDiskStoreInt8(KVStoreTests):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[KVStore]:
-        with DiskStore(tmp_path / "kv", 8 * MIB, numbers="int8", eviction="lru") as store:
-            yield store
-
-
-class TestDiskStoreFp8(KVStoreTests):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[KVStore]:
-        with DiskStore(tmp_path / "kv", 8 * MIB, numbers="fp8", eviction="lfu") as store:
-            yield store
-
-
-class TestEncryptedDiskStore(KVStoreTests):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[KVStore]:
-        with DiskStore(tmp_path / "kv", 8 * MIB, cipher=StoreCipher(SECRET)) as store:
-            yield store
-
-
-class TestMemoryOverDisk(KVStoreTests):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[KVStore]:
-        with TieredStore(MemoryStore(MIB), DiskStore(tmp_path / "kv", 8 * MIB)) as store:
-            yield store
-
-
-class TestAMemoryTooSmallOverDisk(KVStoreTests):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[KVStore]:
-        with TieredStore(MemoryStore(10), DiskStore(tmp_path / "kv", 8 * MIB)) as store:
-            yield store
-
-
-class TestMemoryOverDiskWrittenLater(KVStoreTests):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[KVStore]:
-        disk = DiskStore(tmp_path / "kv", 8 * MIB, numbers="int8")
-        with TieredStore(MemoryStore(MIB, numbers="int8"), disk, write_behind_bytes=8192) as store:
-            yield store
-
-
-class TestThreeTiers(KVStoreTests):
-    """The third stands for a store on another machine."""
-
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[KVStore]:
-        remote = TieredStore(DiskStore(tmp_path / "kv", 8 * MIB), MemoryStore(8 * MIB), write_behind_bytes=MIB)
-        with TieredStore(MemoryStore(MIB), remote) as store:
-            yield store
-
-
-class TestTenantOverDisk(KVStoreTests):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[KVStore]:
-        with DiskStore(tmp_path / "kv", 8 * MIB) as disk:
-            yield TenantStore(disk, "alice", SECRET)

@@ -13,9 +13,7 @@ def cases(values: Iterable[Any], *short: Any) -> list[pytest.ParameterSet]:
     named = values.items() if isinstance(values, Mapping) else [(value, value) for value in values]
     return [
         pytest.param(
-            value,
-            marks=() if name in short else pytest.mark.slow,
-            id=name if isinstance(values, Mapping) else None,
+            value, marks=() if name in short else pytest.mark.slow, id=name if isinstance(values, Mapping) else None
         )
         for name, value in named
     ]

@@ -16,10 +16,7 @@ class Run:
     """Runs a command; call it for exit code, standard output and standard error."""
 
     def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        main: Callable[[], None] = main,
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], main: Callable[[], None] = main
     ) -> None:
         self._monkeypatch, self._capsys, self._main = monkeypatch, capsys, main
 

@@ -58,10 +58,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen2-bias": ("qwen2", {}),
-    "qwen2-sliding": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 24, "layer_types": SLIDING_AND_FULL},
-    ),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "layer_types": SLIDING_AND_FULL}),
     "qwen3-qk-norm": ("qwen3", {}),
     "gemma2-softcap": ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": SLIDING_AND_FULL}),
     "gemma3-two-ropes": (
@@ -184,11 +181,7 @@ def build_tokenizer(texts: Callable[[], list[str]]) -> PreTrainedTokenizerFast:
     )
     core.train_from_iterator(texts(), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        chat_template=CHAT_TEMPLATE,
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=CHAT_TEMPLATE
     )
 
 
@@ -196,22 +189,9 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer like Llama 2's: words with a sign for the space in front, and bytes for what it lacks."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abdeimnoprstuß", "\u2581ist", "\u2581d"]
     vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words))}
-    backend = Tokenizer(
-        models.BPE(
-            vocabulary,
-            [("\u2581", "d")],
-            unk_token="<unk>",
-            byte_fallback=True,
-            fuse_unk=True,
-        )
-    )
+    backend = Tokenizer(models.BPE(vocabulary, [("\u2581", "d")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=backend)

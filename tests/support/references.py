@@ -80,14 +80,8 @@ def sequential_fusion(lm: LanguageModel, ids: tuple[int, ...], rows: list[int], 
     A row sees only earlier positions, so when its turn comes they are final: one token at a time gives what one pass
     over all rows must give.
 
-    Args:
-        lm: the model.
-        ids: the whole prompt.
-        rows: positions to compute, ascending; the last token is one of them.
-        table: keys and values of all positions; those at rows are ignored.
-
-    Returns:
-        `[vocabulary]` logits after the last row, and the completed table.
+    Rows are ascending, and the last token is one of them. Returned are `[vocabulary]` logits after the last row, and
+    the completed table.
     """
     table = [(keys.clone(), values.clone()) for keys, values in table]
     logits = torch.empty(0)
@@ -205,12 +199,7 @@ def whole_forward(lm: LanguageModel, ids: tuple[int, ...], table: Table, kept: l
     """Run the whole prompt through the model's own eager forward, some positions showing stored keys and values.
 
     A position that shows what was stored from some layer on might as well not have been computed there: nobody sees it.
-
-    Args:
-        lm: the model.
-        ids: the whole prompt.
-        table: keys and values of all positions; only those kept matter.
-        kept: of each layer, the positions that show what was stored.
+    `kept` are these positions of each layer.
     """
     cache = Cache(layers=[StoredPositions(stored, own) for stored, own in zip(table, kept, strict=True)])
     lm.model.set_attn_implementation("eager")

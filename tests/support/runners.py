@@ -11,13 +11,7 @@ from qcfuse_rag.store.backends.base import KVStore
 
 
 def loading_first(lm: LanguageModel, store: KVStore, *, costs: Callable[[], Costs] | None = None) -> ModelRunner:
-    """Return a runner that loads everything before it computes: the reference of loading while computing.
-
-    Args:
-        lm: the model.
-        store: the store.
-        costs: stands for the measured costs.
-    """
+    """Return a runner that loads everything before it computes: the reference of loading while computing."""
     runner = ModelRunner(lm, store, load_limit_s=None, overlap=False)
     if costs is not None:
         runner.costs = lambda *_: costs()  # type: ignore[assignment]

@@ -39,7 +39,6 @@ rotation_angles = _seam("qcfuse_rag.models.rope.angles")
 mapped_file = _seam("qcfuse_rag.store.backends.disk.MappedFile")
 opened_index = _seam("qcfuse_rag.store.backends.disk.open_index")
 disk_index = _seam("qcfuse_rag.store.backends.index.Index")
-index_busy_timeout_s = _seam("qcfuse_rag.store.backends.index.BUSY_TIMEOUT_S")
 redis_scan_batch = _seam("qcfuse_rag.store.backends.redis_blobs.SCAN_BATCH")
 manifest_connection = _seam("qcfuse_rag.store.documents.sources.sqlite3.connect")
 populate_flag = _seam("qcfuse_rag.store.entry.codec.MADV_POPULATE_READ")
@@ -66,8 +65,7 @@ engine_has_kernels = _seam(
     *steps_have_kernels.names,
 )
 placement_support = _seam(
-    "qcfuse_rag.runtime.loading.sources.supports_placement",
-    "qcfuse_rag.runtime.loading.slab_source.supports_placement",
+    "qcfuse_rag.runtime.loading.sources.supports_placement", "qcfuse_rag.runtime.loading.slab_source.supports_placement"
 )
 kernel_refusal = _seam("qcfuse_rag.runtime.kernels.support.unavailable_reason")
 kernel_check_rows = _seam("qcfuse_rag.runtime.kernels.support.ROWS")

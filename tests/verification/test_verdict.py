@@ -18,14 +18,7 @@ from qcfuse_rag.fusion.method import FixedRatio, Method, VerifiedRatio
 from qcfuse_rag.methods.auto import DEFAULT_RATIO
 from qcfuse_rag.methods.qcfuse.layers import FORMAT, PROFILE_FILE
 from qcfuse_rag.store.key import FRAMED
-from qcfuse_rag.verification.verdict import (
-    Check,
-    Trial,
-    Verdict,
-    find_verdict,
-    method_digest,
-    verdict_problem,
-)
+from qcfuse_rag.verification.verdict import Check, Trial, Verdict, find_verdict, method_digest, verdict_problem
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
