@@ -69,9 +69,7 @@ class FusionEngine:
         store: where passages' keys and values are kept; closed with the engine.
         template: wording of the prompt.
         method: what to reuse and what to recompute where a request names no method.
-        load_limit_s: most seconds that a request waits for the store; chunks that have not come by then are computed.
-            None waits as long as it takes.
-        prefix_bytes: most bytes of finished requests to keep in memory for prompts that begin like them.
+        load_limit_s, prefix_bytes: see `EngineConfig`.
 
     Attributes:
         prompts: builds prompts.
@@ -373,10 +371,7 @@ class FusionEngine:
         return time.perf_counter() - started
 
     def observe(self, observer: Callable[[FusionReport], None]) -> None:
-        """Call an observer with the report of every prefill from now on, in the thread that computed it.
-
-        See `monitoring.tracing` for OpenTelemetry and `monitoring.metrics` for Prometheus. Its errors are logged.
-        """
+        """Call an observer with the report of every prefill from now on, in its thread; errors are logged."""
         self._observers = (*self._observers, observer)
 
     def watch(self, settings: ShadowSettings | None = None) -> Shadow:

@@ -300,11 +300,7 @@ class Scheduler:
     """Answers requests from any number of threads and event loops.
 
     Requests of equal length, and short ones, are taken in the order of submission. An error, a cancellation or a
-    reader that stops reading ends that request alone.
-
-    Args:
-        engine: prefills and decodes; the scheduler does not close it.
-        settings: how many at once.
+    reader that stops reading ends that request alone. The engine is not closed.
     """
 
     def __init__(self, engine: FusionEngine, settings: SchedulerSettings | None = None) -> None:
@@ -364,11 +360,9 @@ class Scheduler:
         return not self._queue and not self._active
 
     def close(self, *, drain: bool = True, wait: bool = True) -> None:
-        """Take no more requests and end the thread.
+        """Take no more requests; end and `wait` for the thread.
 
-        Args:
-            drain: answer the submitted requests first; else their readers get `Closed`.
-            wait: return when the thread has ended.
+        With `drain` the submitted requests are answered first; else their readers get `Closed`.
         """
         with self._changed:
             self._closed = True

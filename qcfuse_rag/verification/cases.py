@@ -125,7 +125,7 @@ def string_match(answer: str, gold: Sequence[str], *, needs_all: bool) -> float:
 
 
 class _TooLongError(Exception):
-    """The fixed parts of a question exceed the target length; the argument is the length they need."""
+    """Its argument is the length that the fixed parts of a question need."""
 
 
 def generate(
@@ -182,7 +182,6 @@ def _chunk_tokens(tokens: int) -> int:
 
 
 def _numbers(task: str, draw: random.Random, tokens: int, count: Count, sentences: Sequence[str]) -> Case:
-    """Generate a question about four numbers, under one key or under four."""
     if not sentences:
         raise QCFuseError("there is no text to hide numbers in")
     keys = _distinct(1 if task == "ruler_mv" else NEEDLES, lambda: f"{draw.choice(ADJECTIVES)}-{draw.choice(NOUNS)}")
@@ -206,7 +205,6 @@ def _numbers(task: str, draw: random.Random, tokens: int, count: Count, sentence
 
 
 def _chain(task: str, draw: random.Random, tokens: int, count: Count) -> Case:
-    """Generate a question about a chain of five variables, with a solved example as the first passage."""
     names = _distinct(HOPS + 1, lambda: "".join(draw.choices(string.ascii_uppercase, k=5)))
     value = str(draw.randint(10_000, 99_998))
     question = CHAIN_QUESTION.format(value=value, count=HOPS + 1)

@@ -179,7 +179,7 @@ def _rounding_error(lm: LanguageModel, ids: Sequence[int], plain: Tensor) -> flo
 
 
 def _segment_tokens(lm: LanguageModel) -> int:
-    """Return the length of each of four segments: long enough to cross a sliding window, where that is affordable."""
+    # Long enough for four segments to cross a sliding window, where that is affordable.
     crossing = [window // 4 + SEGMENT_TOKENS for window in lm.sliding if window is not None]
     wanted = max([SEGMENT_TOKENS, *crossing])
     limit = min(MAX_CHECK_TOKENS.get(lm.device.type, MAX_CHECK_TOKENS["cpu"]), lm.context_window.tokens)
@@ -187,7 +187,6 @@ def _segment_tokens(lm: LanguageModel) -> int:
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference in standard deviations; infinite if a logit is not a number."""
     difference = float((ours - theirs).abs().max() / theirs.std().clamp_min(1e-6))
     return math.inf if math.isnan(difference) else difference
 
