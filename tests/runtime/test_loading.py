@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.fusion.selectors import Selection, TopTokens
@@ -88,7 +88,7 @@ def loading_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "qcfuse-loading"]
 
 
-@pytest.mark.parametrize("name", ["reuse", "qcfuse", "prophetkv", "cacheblend", "cachecraft", "auto"])
+@pytest.mark.parametrize("name", ["reuse", "qcfuse", "cacheblend", "cachecraft", "relaycaching", "auto"])
 @pytest.mark.parametrize("numbers", ["model", "int8"])
 def test_loading_while_computing_gives_what_loading_first_gives(llama: LanguageModel, name: str, numbers: str) -> None:
     method = make_method(name, base=FRAMED) if name != "auto" else make_method("auto", guard=False)
@@ -167,7 +167,6 @@ def test_waiting_counts_as_loading_wherever_it_happens(engine: FusionEngine, sto
     timings = engine.prefill(prompt, method=make_method("prophetkv", base=FRAMED)).report.timings
     slept = 0.1 * engine.lm.n_layers * 4  # the system prefix and three passages
     assert timings.load_s > 0.8 * slept
-    assert timings.probe_s + timings.recompute_s < 0.5 * slept
 
 
 @pytest.mark.parametrize("method", ["reuse", "prophetkv", "qcfuse"])
@@ -380,11 +379,3 @@ def test_a_ring_reuses_no_memory_before_it_was_read(sizes: list[int]) -> None:
         copied.synchronize()
         assert copied.result is not None
         assert torch.equal(copied.result, tensor)
-
-
-def test_methods_with_a_layer_hook_give_the_same_answers(engine: FusionEngine) -> None:
-    methods: list[Method] = [make_method(name, base=FRAMED) for name in ("relaycaching", "cacheblend")]
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    for method in methods:
-        first = fuse_prompt(loading_first(engine.lm, engine.store), prompt, method)
-        assert torch.equal(first.logits, engine.prefill(prompt, method=method).logits)

@@ -31,11 +31,7 @@ CUDA, META = 1, 14
 def simulated_cuda(seed: int = 0) -> Iterator[Device]:
     """Simulate a CUDA device, `cuda:0`, in this thread and in threads that it starts.
 
-    Runs in `torch.inference_mode`, as the package does. No tensor may stay on the device afterwards.
-
-    Args:
-        seed: seed of random choices.
-    """
+    Runs in `torch.inference_mode`, as the package does. No tensor may stay on the device afterwards."""
     device = Device(seed)
     with ExitStack() as stack:
         stack.enter_context(_guard())

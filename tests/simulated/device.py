@@ -20,17 +20,7 @@ from tests.simulated.tensor import GPU, DeviceTensor, Everywhere, inner_of
 
 
 class Device:
-    """A device and its host.
-
-    Args:
-        seed: seed of random choices.
-
-    Attributes:
-        broken: violations of the rules, with their stack traces.
-        launched: number of launches by name.
-        host: the host's knowledge, and where it waited.
-        strict: whether waiting is an error, as set by `torch.cuda.set_sync_debug_mode`.
-    """
+    """A device and its host."""
 
     def __init__(self, seed: int = 0) -> None:
         self.broken: list[str] = []

@@ -38,17 +38,7 @@ class Clock(dict[int, int]):
 
 
 class Host:
-    """The host: its clock, and where it waited.
-
-    Args:
-        seed: seed of random choices.
-        refuses: returns whether the calling thread may not wait.
-
-    Attributes:
-        lock: guards clocks and memory.
-        waits: by thread name, the reasons of its waits.
-        seconds: time of the device's clock in seconds.
-    """
+    """The host: its clock, and where it waited."""
 
     def __init__(self, seed: int, refuses: Callable[[], bool]) -> None:
         self.clock, self.lock, self.chance = Clock(), threading.RLock(), Random(seed)
@@ -65,12 +55,7 @@ class Host:
 
 
 class Stream:
-    """Runs its launches in order; replaces `torch.cuda.Stream`.
-
-    Args:
-        number: its number as an agent.
-        host: the host; work that it knows to be complete precedes later launches.
-    """
+    """Runs its launches in order; replaces `torch.cuda.Stream`."""
 
     def __init__(self, number: int, host: Host) -> None:
         self.number, self.clock, self._host = number, Clock(), host

@@ -17,12 +17,7 @@ GPU = torch.device("cuda", 0)
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor on the simulated device.
-
-    Attributes:
-        inner: the data, on the CPU.
-        memory: the allocation of the data.
-    """
+    """A tensor on the simulated device."""
 
     inner: Tensor
     memory: Memory

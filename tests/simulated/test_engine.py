@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import (
@@ -24,8 +26,7 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
-from tests.simulated.order import Stream
-from tests.simulated.tensor import DeviceTensor
+from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 
@@ -68,6 +69,7 @@ def assert_same(result: Prefilled, expected: Prefilled) -> None:
     assert float((result.logits.cpu() - expected.logits).abs().max()) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tier", "numbers", "layers"),
     [("memory", "model", 2), ("pinned", "model", 4), ("device", "model", 4), ("pinned", "int8", 2)],
@@ -83,6 +85,7 @@ def test_stored_chunks_arrive_from_every_tier(
     assert device.launched["place"] > 0
 
 
+@pytest.mark.slow
 def test_requests_share_the_device(device: Device, tokenizer: PreTrainedTokenizerFast) -> None:
     """Prefills run between decode steps of other requests in the scheduler's thread."""
     cpu, gpu = engines(device, tokenizer, store=MemoryStore(pinned=True))
@@ -109,27 +112,31 @@ def test_the_ring_waits_for_the_link_before_it_reuses_memory(device: Device, mon
     device.broken.clear()
 
 
-@pytest.mark.parametrize(
-    ("owner", "method", "message"),
-    [
-        (Stream, "wait_event", "place on stream 1 reads what stream 2 is perhaps still writing"),
-        (DeviceTensor, "record_stream", "is freed while stream 1 is perhaps at it"),
-    ],
-    ids=["arrival", "allocator"],
-)
-def test_a_rule_that_the_engine_breaks_is_found(
-    owner: type,
-    method: str,
-    message: str,
-    device: Device,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["full", "rows", "steps"])
+def test_torch_never_attends_by_cudnn(
+    work: str, device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such an error would show only sometimes on a real device; the simulation finds it every time."""
-    _, engine = engines(device, tokenizer)
-    monkeypatch.setattr(owner, method, lambda *_: None)
-    for _ in range(2):
-        engine.prefill(engine.prompt(QUESTION, PASSAGES), method=REUSE)
-        gc.collect()
-    assert any(message in violation for violation in device.broken)
-    device.broken.clear()
+    """It builds a plan for every new length."""
+    seen, attend, cuda = set[tuple[bool, ...]](), functional.scaled_dot_product_attention, torch.backends.cuda
+    allowed = cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled
+
+    def attending(query: Tensor, *operands: Any, **options: Any) -> Tensor:
+        if query.device.type == "cuda":
+            seen.add(tuple(is_allowed() for is_allowed in allowed))
+        return attend(query, *operands, **options)
+
+    seams.kernel_refusal(monkeypatch, lambda *_: "switched off")
+    engine = engine_on(device, tokenizer)
+    before = cuda.cudnn_sdp_enabled()
+    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    if work == "steps":
+        prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=1)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attending)
+    if work == "steps":
+        engine.runner.decodes([5], [len(prompt)], [prefilled.buffer])
+    else:
+        engine.prefill(prompt, method=make_method("full") if work == "full" else PROPHETKV)
+    assert seen == {(False, True, True, True)}
+    assert cuda.cudnn_sdp_enabled() == before

@@ -29,6 +29,7 @@ from tests.support.families import build_model
 from tests.support.passages import PASSAGES
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
 def test_an_engine_is_compiled_before_its_first_request(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
@@ -104,6 +105,7 @@ def test_chunks_on_the_device_are_placed_without_a_thread(device: Device, monkey
         assert all(torch.allclose(layer[0].cpu(), same) for layer, same in zip(side, own, strict=True))
 
 
+@pytest.mark.slow
 def test_memory_tiers_of_an_engine_on_a_gpu_are_page_locked(
     device: Device, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

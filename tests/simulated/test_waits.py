@@ -23,6 +23,7 @@ from tests.support import seams
 COPY_OF_ROWS = "aten::_to_copy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "missing"),
     [("auto", []), ("prophetkv", ["Nobody stored this."]), ("qcfuse", []), ("reuse", []), ("full", [])],
@@ -41,6 +42,7 @@ def test_the_host_waits_once_a_prefill_when_all_is_launched(
     assert device.host.waits[threading.current_thread().name] == ["an event", COPY_OF_ROWS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["reuse", "cacheblend"], ids=["layer by layer", "all layers at once"])
 def test_transferred_data_on_the_device_stays_within_its_limit(
     method: str, device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +81,7 @@ def test_transferred_data_on_the_device_stays_within_its_limit(
     assert limit < most <= limit + limit // 2, "one layer more: it is sent before the thread waits"
 
 
+@pytest.mark.slow
 def test_waits_of_the_device_count_neither_as_probing_nor_as_recomputing(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
