@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.configurations import Configuration
 from qcfuse_rag.bundled import default_embedder
@@ -32,11 +32,6 @@ class OfflineCost:
     chunks: int
     seconds: float
     size_bytes: int
-
-    def after(self, before: OfflineCost) -> OfflineCost:
-        """Return this cost together with that of the preparation it builds on, for the same passages."""
-        seconds, size_bytes = self.seconds + before.seconds, self.size_bytes + before.size_bytes
-        return OfflineCost(self.preparation, self.chunks, seconds, size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +113,10 @@ def prepare(
         if preparation.name not in costs:
             before = run(preparation.prerequisite) if preparation.prerequisite is not None else None
             cost = preparation.run(engine, texts)
-            costs[preparation.name] = cost if before is None else cost.after(before)
+            if before is not None:
+                seconds, size_bytes = cost.seconds + before.seconds, cost.size_bytes + before.size_bytes
+                cost = replace(cost, seconds=seconds, size_bytes=size_bytes)
+            costs[preparation.name] = cost
         return costs[preparation.name]
 
     needed = dict.fromkeys(preparation_of(configuration) for configuration in configurations)

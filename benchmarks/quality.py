@@ -303,8 +303,7 @@ def gold_nll(runner: ModelRunner, prefilled: Prefilled, gold: Sequence[int]) -> 
 
 
 SCORES = ("f1", "match", "nll")
-NEARNESS = ("identical", "answer_kl", "top1", "kl", "length_ratio")
-"""Fields of a record that compare an answer with full prefill's, not with the gold answer."""
+NEARNESS = ("identical", "answer_kl", "top1", "kl", "length_ratio")  # to full prefill's answer, not the gold answer
 MEANS = (*SCORES, *NEARNESS, "rows", "row_layers", "context_tokens", "bytes_loaded")
 
 Group = dict[str, Record]  # records of a configuration by question

@@ -75,11 +75,7 @@ class Run:
     """One run of a measurement: its records so far, those of earlier runs into the same file included.
 
     A file's first line says what it measures and on which conditions; each other line is a record with its key. An
-    unreadable line is left out and counted, and an unfinished last one is cut off.
-
-    Args:
-        measures: the command's name.
-        path: file of the records; None keeps them in memory.
+    unreadable line is left out and counted, and an unfinished last one is cut off. Without a path all is in memory.
     """
 
     measures: str
@@ -91,11 +87,7 @@ class Run:
     progress: Callable[[int, int], None] = lambda *_: None
 
     def begin(self, about: Mapping[str, Any], conditions: Mapping[str, Any]) -> None:
-        """Say what is measured, before the first record; go on with the records that the file holds.
-
-        Raises:
-            QCFuseError: if the file is of other conditions or another measurement.
-        """
+        """Say what is measured, before the first record; go on with the file's records, which must be of the same."""
         self.about, self.conditions = about, json.loads(json.dumps(conditions, default=str))
         if self.path is None:
             return

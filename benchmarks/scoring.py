@@ -22,14 +22,12 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalized(text: str) -> str:
-    """Return a text as SQuAD and LongBench compare it: lower case, no punctuation, no articles, single spaces."""
-    return " ".join(ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split())
-
-
 def comparable(text: str) -> str:
-    """Return a text normalised, or stripped in lower case if nothing is left of it: `:` must not equal `/`."""
-    return normalized(text) or text.strip().lower()
+    """Return a text as SQuAD and LongBench compare it: lower case, no punctuation, no articles, single spaces.
+
+    If nothing is left of it, it is only stripped: `:` must not equal `/`.
+    """
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split()) or text.strip().lower()
 
 
 def token_f1(answer: str, gold: Sequence[str]) -> float:
@@ -43,10 +41,7 @@ def scores(answer: str, gold: Sequence[str], *, needs_all: bool = False) -> dict
     With `needs_all` the gold answers are parts of one answer; words are compared with all of them, see `string_match`.
     """
     answers = [", ".join(gold)] if needs_all else gold
-    return {
-        "f1": token_f1(answer, answers),
-        "match": string_match(answer, gold, needs_all=needs_all),
-    }
+    return {"f1": token_f1(answer, answers), "match": string_match(answer, gold, needs_all=needs_all)}
 
 
 def _word_f1(answer: list[str], gold: list[str]) -> float:

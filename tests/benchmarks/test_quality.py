@@ -161,8 +161,6 @@ def test_a_question_too_long_for_the_model_is_named_and_left_out(bench: Bench) -
     [
         (("--methods", "nothing"), "no method 'nothing'"),
         (("--json", "r.md"), "call it something.json, not r.md"),
-        (("--methods", "qcfuse", "--bases", "bare"), "no base 'bare'"),
-        (("--ratios", "10%"), "is no list of numbers"),
         (("--dataset", "ruler_vt", "--top-k", "3"), "--top-k would cut away part of what ruler_vt hides"),
         (("--dataset", "squad"), "no dataset 'squad' in"),
     ],
