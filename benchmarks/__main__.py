@@ -34,14 +34,6 @@ def module_of(name: str) -> ModuleType:
     return import_module(f"benchmarks.{name.replace('-', '_')}")
 
 
-def measure(name: str, options: Any, json_file: str | None) -> None:
-    """Run a measurement."""
-    from benchmarks.runner import Run, execute
-
-    module = module_of(name)
-    execute(Run(name), lambda run: module.measure(options, run), module.report, json_file)
-
-
 def show(
     records: Annotated[Path, Argument(help="File of records, such as result.partial.jsonl.")],
     json: Annotated[bool, Option("--json", help="Print one JSON object instead of tables.")] = False,
@@ -80,14 +72,15 @@ def _command(name: str) -> Any:
     if name == SHOW:
         return show
     from benchmarks.options import to_command
+    from benchmarks.runner import Run, execute
 
     module = module_of(name)
 
-    def run(options: Any, json_file: str | None) -> None:
-        measure(name, options, json_file)
+    def measure(options: Any, json_file: str | None) -> None:
+        execute(Run(name), lambda run: module.measure(options, run), module.report, json_file)
 
-    run.__doc__ = module.measure.__doc__
-    return to_command(module.Options, run)
+    measure.__doc__ = module.measure.__doc__
+    return to_command(module.Options, measure)
 
 
 if __name__ == "__main__":

@@ -219,15 +219,13 @@ def _never(*_: Tensor) -> bool:  # a mock object would take as long as the timed
 
 
 def _measure(case: KernelCase, ceilings: Ceilings) -> dict[str, Any]:
-    floor = 1e3 * max(case.operations / ceilings.flops, case.nbytes / ceilings.memory)
-    kernel_ms, device_ms = _milliseconds(case.kernel), _device_milliseconds(case.kernel) if case.recorded else None
+    row = {
+        "floor_ms": 1e3 * max(case.operations / ceilings.flops, case.nbytes / ceilings.memory),
+        "kernel_ms": _milliseconds(case.kernel),
+        "device_ms": _device_milliseconds(case.kernel) if case.recorded else None,
+    }
     with without_kernels():
-        return {
-            "floor_ms": floor,
-            "kernel_ms": kernel_ms,
-            "device_ms": device_ms,
-            "torch_ms": _milliseconds(case.plain),
-        }
+        return {**row, "torch_ms": _milliseconds(case.plain)}
 
 
 def _milliseconds(call: Callable[[], object]) -> float:

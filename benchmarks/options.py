@@ -48,11 +48,10 @@ class ModelOptions:
         name = self.model or default_model()
         return LanguageModel.load(name, device=self.device, dtype=self.dtype, weights=self.weights)
 
-    def load_engine(self, store: KVStore, **settings: Any) -> FusionEngine:
+    def load_engine(self, store: KVStore) -> FusionEngine:
         """Load the model with an engine over a store, which keeps no finished prompts."""
-        where = {"device": self.device, "dtype": self.dtype, "weights": self.weights}
-        name = self.model or default_model()
-        return FusionEngine.load(name, store=store, verdict="ignore", prefix_bytes=0, **where, **settings)
+        where: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "weights": self.weights}
+        return FusionEngine.load(self.model or default_model(), store=store, verdict="ignore", prefix_bytes=0, **where)
 
 
 def counts(text: str) -> tuple[int, ...]:

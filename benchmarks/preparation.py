@@ -14,11 +14,8 @@ from qcfuse_rag.methods.captures.job import capture
 from qcfuse_rag.methods.fusionrag import NEIGHBOURS
 from qcfuse_rag.store.key import FRAMED, Base
 
-CAPTURED = {"cachecraft": "variant", "kamera": "patch", "kvcomm": "difference"}
-"""Methods that read captured caches, and the kind of those caches."""
-
-CAPTURED_TOGETHER = 4
-"""Passages in a captured group."""
+CAPTURED = {"cachecraft": "variant", "kamera": "patch", "kvcomm": "difference"}  # captured caches, by their reader
+CAPTURED_TOGETHER = 4  # passages in a captured group
 
 
 @dataclass(frozen=True, slots=True)

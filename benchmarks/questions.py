@@ -20,10 +20,8 @@ EXPECTED = (
     '"context": text or [text, ...], "answers": [...]} a line'
 )
 NUMBERED = re.compile(r"^Passage \d+:[ \t]*\n", re.MULTILINE)
-STEP = 5
-"""Offset of a question's first distractor from that of the question before it."""
-JUDGEMENTS = {"yes", "no"}
-"""Answers that judge the passages and do not quote them, even if a passage contains the word."""
+STEP = 5  # offset of a question's first distractor from that of the question before it
+JUDGEMENTS = {"yes", "no"}  # answers that judge the passages and do not quote them
 
 
 class BadDataset(QCFuseError):

@@ -71,11 +71,8 @@ def _weights(count: int, seed: int) -> NDArray[np.float64]:
     return drawn / count
 
 
-LOW, HIGH = 249, 9749
-"""Ranks, from 0, of the ends of a 95 % interval among the sorted values of all resamples."""
-
-LEAST_GAP = 1e-3
-"""PGR is undefined if full prefill's mean score exceeds the mean score without passages by at most this."""
+LOW, HIGH = 249, 9749  # ranks, from 0, of the ends of a 95 % interval among all resamples
+LEAST_GAP = 1e-3  # PGR is undefined if full prefill's mean score is above that without passages by at most this
 
 
 def gap_recovered(
