@@ -144,7 +144,7 @@ async def test_replicas_keep_as_many_bytes_of_requests_as_the_deployment_says(
     reports = []
     for _ in range(2):
         events = [event async for event in replica.answer(ASKED)]
-        reports.append(events[-1]["report"])
+        reports.append(events[-1].report)
     replica._backend.close()
     assert [bool(report["prefix_tokens"]) for report in reports] == [False, reuses]
 
