@@ -23,8 +23,7 @@ from qcfuse_rag.models.load import load_model
 from qcfuse_rag.models.rope import KVShape, LayerRope, measure_rope
 from qcfuse_rag.runtime.attention import dispatch
 from qcfuse_rag.runtime.buffer import BufferPool, KVBuffer
-from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
-from qcfuse_rag.runtime.fused_layers.single_row_products import single_row_view
+from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first, single_row_view
 from qcfuse_rag.runtime.kernels.support import kernels_available
 
 if TYPE_CHECKING:

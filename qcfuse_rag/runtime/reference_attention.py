@@ -12,23 +12,12 @@ MIN_ROWS = 8
 
 
 def explicit_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    params: AttentionParams,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, params: AttentionParams
 ) -> Tensor:
-    """Attend step by step in float32.
+    """Attend step by step in float32, with a boolean mask (True where a row sees a key), an additive one or none.
 
-    Args:
-        query: `[1, Hq, R, D]`.
-        key: `[1, Hkv, T, D]`.
-        value: `[1, Hkv, T, Dv]`.
-        mask: broadcastable to `[1, Hq, R, T]`: bool, True where a row sees a key, or additive; None if all are seen.
-        params: how the layer computes scores; its window counts only by the mask.
-
-    Returns:
-        `[1, Hq, R, Dv]` in the dtype of `query`.
+    Shapes are `[1, Hq, R, D]`, `[1, Hkv, T, D]` and `[1, Hkv, T, Dv]`; the mask broadcasts to `[1, Hq, R, T]`. A window
+    counts only by the mask. The result is `[1, Hq, R, Dv]` in the dtype of `query`.
     """
     scores = attention_scores(query, key, params.scaling, params.softcap)
     if mask is not None:
@@ -63,13 +52,7 @@ def seen_keys(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
 
 
 def plain_attention_weights(
-    query: Tensor,
-    key: Tensor,
-    rows: Tensor,
-    known: Tensor,
-    params: AttentionParams,
-    *,
-    reduce: str = "mean",
+    query: Tensor, key: Tensor, rows: Tensor, known: Tensor, params: AttentionParams, *, reduce: str = "mean"
 ) -> Tensor:
     """Compute `attention.scores.attention_weights` in plain torch, some rows at a time; used without a GPU."""
     length = key.shape[2]

@@ -11,7 +11,7 @@ import logging
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -349,3 +349,36 @@ def _near(found: Tensor, expected: Tensor) -> bool:
 
 def _listed(found: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else list(found)
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class SingleRowProduct(ModuleProxy):
+    """View of a linear layer on a CPU that multiplies a single bfloat16 row as a vector; other rows go to the layer.
+
+    torch's product of two bfloat16 matrices rearranges the weights first, which for a single row takes as long again as
+    reading them; its product with a vector does not.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer returns, with sums in another order."""
+        linear: Any = self.inner
+        if kwargs or len(args) != 1 or args[0].numel() != linear.in_features:
+            return linear(*args, **kwargs)
+        rows: Tensor = args[0]
+        row, weight, bias = rows.reshape(-1), linear.weight, linear.bias
+        out = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
+        return out.view(*rows.shape[:-1], -1)
+
+
+def single_row_view(module: Module) -> Module:
+    """Return a view of a module in which linear layers in bfloat16 are `SingleRowProduct`; it shares the weights."""
+    parts = {name: child and _part(child) for name, child in module._modules.items()}
+    return view_of(module, parts)  # type: ignore[return-value]
+
+
+def _part(module: nn.Module) -> nn.Module:
+    if is_product(module):
+        return SingleRowProduct(module) if module.weight.dtype == torch.bfloat16 else module
+    return single_row_view(module) if module._modules else module

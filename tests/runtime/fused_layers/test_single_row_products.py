@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.runtime import language_model
-from qcfuse_rag.runtime.fused_layers.single_row_products import SingleRowProduct, single_row_view
+from qcfuse_rag.runtime.fused_layers.fused_modules import SingleRowProduct, single_row_view
 from qcfuse_rag.verification.exactness import measure_exactness
 from tests.support.cases import cases
 from tests.support.families import FAMILIES, build_model
