@@ -78,7 +78,7 @@ def multiplies_float16_weights() -> bool:
 def answer_seconds(numbers: str) -> float:
     """Measure a linear layer over the rows of a prefill and over those of the steps behind it; return the seconds.
 
-    A single row of bfloat16 is multiplied as a vector (`runtime.fused_layers.single_row_products`).
+    A single row of bfloat16 is multiplied as a vector (`runtime.fused_layers.fused_modules`).
     """
     dtype = torch.bfloat16 if numbers == "bfloat16" else torch.float32
     weight, rows = torch.randn(WIDER, CHANNELS, dtype=dtype), torch.randn(PASS_ROWS, CHANNELS, dtype=dtype)

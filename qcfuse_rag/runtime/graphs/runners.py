@@ -192,7 +192,7 @@ class DecodeRunner(GraphRunner["StepGraph"]):
 
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]) -> Tensor:
-        """Compute the next row of each request; see `runtime.decode_step.forward_step`."""
+        """Compute the next row of each request; see `runtime.forward.forward_step`."""
         fitting = [count for count in self._graphs if count >= len(tokens)]
         logits = self._replay(self._graphs[min(fitting)], tokens, positions, buffers) if fitting else None
         return forward_step(self._lm, tokens, positions, buffers) if logits is None else logits
