@@ -60,7 +60,7 @@ def check_limits(settings: object) -> None:
     Raises:
         ValueError: if a number is outside of its limits.
     """
-    for name, option in declared_options(type(settings)).items():
+    for name, option in declared_options(type(settings)).items():  # type: ignore[arg-type]  # classes are hashable
         value = getattr(settings, name)
         if value is not None and not all(LIMITS[limit][0](value, bound) for limit, bound in option.limits.items()):
             wanted = " and ".join(f"{LIMITS[limit][1]} {bound:g}" for limit, bound in option.limits.items())
