@@ -12,7 +12,7 @@ PYTEST := $(TEMPORARY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --ma
 # Setup compiles no bytecode, so the first import has to keep it: a start that compiles torch takes 17 s instead of 6.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all lint bench stress drop-in ray oldest site docs release
+.PHONY: setup demo test test-slow test-all lint modules bench stress drop-in ray oldest site docs release
 
 setup: $(READY)
 
@@ -32,13 +32,16 @@ $(READY): pyproject.toml constraints.txt integrations/*/pyproject.toml
 demo: setup
 	$(BIN)/qcfuse demo $(ARGS)
 
-# Before a commit: 4,600 tests on two families that differ in most, 4.5 minutes on 2 cores of an AMD EPYC (2026-11-26).
+# Before a commit: 3,100 tests on two families that differ in most.
 # ARGS="tests/store -x" and others are passed on.
 test: setup
 	$(PYTEST) -m "not slow and not real and not interpreter and not stress" --families=llama,gpt-oss-sinks $(ARGS)
 
-# Everything, on every family of models, and the first hour in this environment: 18 to 26 minutes on 2 cores of an
-# Intel Xeon (AMX), 36 on those of an EPYC (2026-11-27).
+# What `make test` leaves out: whole programs, the real model, kernels in an interpreter, campaigns against stores.
+test-slow: setup
+	$(PYTEST) -m "slow or real or interpreter or stress" --families=llama,gpt-oss-sinks $(ARGS)
+
+# Everything, on every family of models, and the first hour in this environment; before a release.
 test-all: setup
 	$(PYTEST) --families=all $(ARGS)
 
@@ -47,6 +50,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python scripts/check_budgets.py
+
+# Fails if one question of LlamaIndex runs or imports more of the package's modules than it may.
+modules: setup
+	$(BIN)/python scripts/count_modules.py --max-touched 60 --max-imported 130
 
 bench: setup
 	$(BIN)/python -m benchmarks speed --context 1024,2048,4096
@@ -74,7 +82,7 @@ oldest: setup
 		llama-index-instrumentation==0.4.0 langchain-core==1.6.0 transformers==5.15.0 tokenizers==0.22.2
 	NLTK_DATA=$(CURDIR)/.oldest/llama_index/core PYTHONPATH=.oldest \
 		$(PYTEST) -q --families=all -m "not real" -k "not standard" integrations \
-		tests/golden/test_families.py tests/models/test_compatibility.py tests/models/test_gguf_cache.py
+		tests/golden/test_families.py tests/models/test_compatibility.py tests/models/test_gguf.py
 
 # The documentation as a site, in site/; a link that leads nowhere is an error.
 site: setup
