@@ -16,8 +16,8 @@ from qcfuse_rag.fusion.state import AdaptedChunk, PlacementContext
 from qcfuse_rag.prompts.segments import Prompt, Role, Span
 from qcfuse_rag.runtime.cost import PrefillEstimate
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.runtime.loading.sources import LateMissError
-from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import BASES, BLIND, Base, ChunkKey

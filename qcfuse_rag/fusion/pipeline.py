@@ -26,8 +26,8 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import DeviceTimestamp
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_hooks import HookedPass, LayerHook
+from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.runtime.loading.sources import LateMissError
-from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.residuals import ResidualKernel, ResidualSpread
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner

@@ -14,9 +14,8 @@ from qcfuse_rag.prompts.segments import Prompt, Role, Span
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import to_device
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, WaitInterval
+from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, WaitBudget, WaitInterval
 from qcfuse_rag.runtime.loading.sources import LoadingChunk
-from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.residuals import ResidualSpread
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore, Miss

@@ -28,9 +28,8 @@ from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
+from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, WaitBudget, call_with_timeout
 from qcfuse_rag.runtime.loading.sources import LateMissError, LoadingChunk
-from qcfuse_rag.runtime.loading.wait_budget import WaitBudget, call_with_timeout
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.backends.index import INDEX_FAILURES

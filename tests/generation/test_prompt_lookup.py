@@ -12,7 +12,7 @@ import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, SamplingParams
 from qcfuse_rag.engine.scheduler import Scheduler
-from qcfuse_rag.generation.prompt_lookup import CREDIT, SAVED, PromptLookup, prompt_lookup
+from qcfuse_rag.generation.decoding import CREDIT, SAVED, PromptLookup, prompt_lookup
 from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 

@@ -21,7 +21,7 @@ from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.fusion.selectors import Selection, TopTokens
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.loading.host_to_device import PinnedRing
-from qcfuse_rag.runtime.loading.wait_budget import call_with_timeout
+from qcfuse_rag.runtime.loading.layer_loader import call_with_timeout
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import Blocks, ChunkKV

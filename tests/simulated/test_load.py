@@ -15,9 +15,8 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
-from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
+from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, WaitBudget
 from qcfuse_rag.runtime.loading.sources import LoadingChunk
-from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.key import FRAMED
