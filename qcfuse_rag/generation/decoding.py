@@ -1,15 +1,15 @@
 """Continue a prefilled prompt token by token, in one of three ways: `fast`, `heal` or `exact`.
 
-`fast` decodes over the fused cache; the rows of candidates for the next tokens are computed beside steps, see
-`generation.prompt_lookup`. `heal` computes the rest of the prompt beside the steps. `exact` drafts tokens on the fused
+`fast` decodes over the fused cache; the rows of candidates for the next tokens are computed beside steps.
+`heal` computes the rest of the prompt beside the steps. `exact` drafts tokens on the fused
 cache while it is healed, and holds them back. When the prompt is healed, one pass verifies the draft. Its agreeing
 beginning becomes the answer, which goes on over the exact cache. An answer that is sampled, has penalties or follows a
 grammar is not drafted: its first token comes when the prompt is healed.
 
-Prompt lookup decoding (Saxena, 2023) guesses an answer's next tokens from what followed its last tokens before. One pass
-computes the row of the last token and those of some candidates after it. A budget limits the candidates: each step
-without candidates adds a tenth of a step, up to `CREDIT` steps, candidates spend the cost of their rows, and an accepted
-candidate adds one step.
+Prompt lookup decoding (Saxena, 2023) guesses an answer's next tokens from what followed its last tokens before. One
+pass computes the row of the last token and those of some candidates after it. A budget limits the candidates: each step
+without candidates adds a tenth of a step, up to `CREDIT` steps. Candidates spend the cost of their rows, and an
+accepted candidate adds one step.
 """
 
 from __future__ import annotations
