@@ -63,7 +63,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a measurement's records say: plain data for JSON, tables, and sentences below them."""
+    """The result of a measurement: plain data for JSON, tables, and sentences below them."""
 
     summary: Mapping[str, Any]
     tables: Sequence[Table]

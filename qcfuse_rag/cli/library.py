@@ -1,4 +1,4 @@
-"""What commands over a library share: its settings in place of options, its engine, and notes on both.
+"""Shared by commands over a library: its settings in place of options, its engine, and notes on both.
 
 This module imports the model code, which is slow.
 """

@@ -98,7 +98,7 @@ class CorpusOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """What `qcfuse warm run` may do besides.
+    """Options of `qcfuse warm run` for the whole job.
 
     Attributes:
         encrypt: Require encryption; a new store is encrypted if QCFUSE_SECRET is set.
@@ -123,7 +123,7 @@ class JobOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What a server offers, and where.
+    """Options of `qcfuse serve`.
 
     Attributes:
         name: Name of the model for clients; by default its Hugging Face id, or the name of its folder or file.
@@ -168,7 +168,7 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the demonstration asks and writes.
+    """Options of `qcfuse demo`.
 
     Attributes:
         store: Folder to keep the store in; a temporary folder by default.
@@ -188,7 +188,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """What `qcfuse verify` tries, and when it is content.
+    """Options of `qcfuse verify`: the prompts and the limits.
 
     Attributes:
         ratio: Only share of reused tokens to try, 0 to 1; by default from 0.05 to the first that passes.

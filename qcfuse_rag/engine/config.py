@@ -54,7 +54,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(ModelConfig):
-    """What an engine is loaded by; `FusionEngine.load` takes these options as keyword arguments too.
+    """Options for loading an engine; `FusionEngine.load` takes them as keyword arguments too.
 
     Attributes:
         store: Folder of stored passages; None keeps passages in memory only.

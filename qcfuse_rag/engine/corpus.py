@@ -1,4 +1,4 @@
-"""What a store keeps for an engine: passages and system prefixes; warm, forget and prefetch them.
+"""The passages and system prefixes that an engine has in a store: warm, forget and prefetch them.
 
 A prompt of passages alone has one system prefix for a wording, which is stored with the passages. A conversation brings
 its own system message, and an agent its tools. Their tokens are the same in each of its prompts, and nothing precedes

@@ -73,12 +73,12 @@ class RequestHandle(Iterator[str]):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the answer is to end before its next token."""
+        """Whether the request was cancelled: its answer ends before the next token."""
         return self._cancelled.is_set()
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer has ended."""
+        """Whether the request has ended, in whatever way."""
         return self._finished.is_set()
 
     @property

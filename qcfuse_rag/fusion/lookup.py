@@ -42,7 +42,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PlannedLookup:
-    """What to read for a segment.
+    """The entries to read for a segment.
 
     Attributes:
         span: its positions.

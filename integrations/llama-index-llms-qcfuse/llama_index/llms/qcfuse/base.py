@@ -68,7 +68,7 @@ class PreparedMessages(list[ChatMessage]):
 
 
 Conversation = PreparedMessages | Sequence[Turn] | str
-"""What a call answers: a prepared prompt, turns of the chat template, or finished text."""
+"""The question of a call: a prepared prompt, turns of the chat template, or finished text."""
 
 
 def following_schema(predict: Callable[..., Any]) -> Callable[..., Any]:
