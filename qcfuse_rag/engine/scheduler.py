@@ -73,7 +73,7 @@ class RequestHandle(Iterator[str]):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the request was cancelled: its answer ends before the next token."""
+        """Whether the request was cancelled or interrupted: its answer ends before the next token."""
         return self._cancelled.is_set()
 
     @property
