@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
+from rich.markup import escape
 from typer import Argument, Option
 
 from qcfuse_rag.declared_options import DeclaredOption, declared_options
@@ -286,7 +287,7 @@ def _typer_option(name: str, option: DeclaredOption) -> Any:
     settings: dict[str, Any] = {"min": option.limits.get("ge"), "max": option.limits.get("le")}
     if "dict" in str(option.type):
         settings |= {"parser": json_object, "metavar": "JSON"}
-    return Option(*flags, help=option.text, **settings)
+    return Option(*flags, help=escape(option.text), **settings)  # brackets would be styles
 
 
 def json_object(text: str) -> dict[str, Any]:

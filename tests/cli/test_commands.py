@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from transformers import PreTrainedTokenizerFast
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from qcfuse_rag import METHODS, DiskStore, FusionEngine, make_method, open_store
 from qcfuse_rag.cli.app import app
+from qcfuse_rag.cli.options import expand_options
 from qcfuse_rag.library.folder import open_library_store
 from qcfuse_rag.library.index import PassageIndex
 from qcfuse_rag.store.testing import example_chunk, example_key
@@ -238,17 +242,33 @@ def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 @pytest.mark.slow
+@dataclasses.dataclass(frozen=True)
+class Bracketed:
+    """Options of a command.
+
+    Attributes:
+        method: Name and parameters, such as auto[ratio=0.2].
+    """
+
+    method: str = "auto"
+
+
+def show(options: Bracketed) -> None:
+    """Show them."""
+
+
 def test_help_shows_what_stands_in_brackets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """In help, words in brackets are styles unless they are escaped."""
     monkeypatch.setenv("COLUMNS", "400")
-    bracketed = 0
     for path, command in commands(get_command(app)):
         texts = [command.help or "", *(getattr(parameter, "help", None) or "" for parameter in command.params)]
         shown = " ".join(run(*path, "--help")[1].split())
         for text in (" ".join(text.replace("\\[", "[").split()) for text in texts if "[" in text):
-            bracketed += 1
             assert text in shown, path
-    assert bracketed >= 2
+
+    made_up = typer.Typer()
+    made_up.command()(expand_options(show))
+    assert "such as auto[ratio=0.2]." in CliRunner().invoke(made_up, ["--help"]).stdout
 
 
 @pytest.mark.slow
