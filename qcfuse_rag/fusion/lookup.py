@@ -6,7 +6,6 @@ once: the first entry of its plan. Only if that is gone or damaged, the next one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from qcfuse_rag.errors import CorruptEntry
@@ -68,7 +67,7 @@ class PlannedLookup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LookupPlan:
-    """What to read for the segments of a prompt, from `start` on.
+    """The entries to read for the segments of a prompt, from `start` on.
 
     Attributes:
         lm: the model.
@@ -151,7 +150,8 @@ class LookupPlan:
     def _absence(self, lookup: PlannedLookup) -> Miss:
         """Say whether a passage that is not stored under its base is stored under another."""
         tried = {candidate.key for candidate in lookup.candidates}
-        keys = {base.name: _key(self.lm, self.prompt, lookup.span, base) for base in BASES.values()}
+        context = PlacementContext(self.lm, self.store, self.prompt, lookup.span, lookup.preferred)
+        keys = {base.name: context.key(base) for base in BASES.values()}
         others = [name for name, key in keys.items() if lookup.is_passage and key not in tried and key in self.store]
         return Miss(f"absent: stored {', '.join(others)}, not {lookup.preferred.name}") if others else ABSENT
 
@@ -179,10 +179,8 @@ def plan_lookups(
         bases = {Role.SYSTEM_PREFIX: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
         if span.start < start or not method.bases or not bases:
             continue
-        ordered = [
-            Candidate(base, _key(lm, prompt, span, base), base.exact_at(span.start, prompt.ids, prompt.prefix_ids))
-            for base in bases
-        ]
+        context = PlacementContext(lm, store, prompt, span, bases[0])
+        ordered = [Candidate(base, context.key(base), context.exact_under(base)) for base in bases]
         own, asks = ordered[0], priced or len(ordered) > 1
         if method.exact_first:
             ordered.sort(key=lambda candidate: not candidate.exact)
@@ -237,13 +235,6 @@ class Lookups:
                 del self._outcomes[start]
 
 
-def look_up(
-    lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method
-) -> Sequence[tuple[Span, AdaptedChunk | Miss]]:
-    """Plan and read at once, however long it takes."""
-    return Lookups(plan_lookups(lm, store, prompt, method, priced=False), WaitBudget(None)).outcomes()
-
-
 def rows_if_stored(prompt: Prompt, method: Method, start: int = 0) -> int:
     """Return the rows that a prefill from `start` on computes if every passage is stored; nothing is looked up."""
     if method.base is None:
@@ -251,7 +242,3 @@ def rows_if_stored(prompt: Prompt, method: Method, start: int = 0) -> int:
     passage_tokens = sum(len(span) for span in prompt.chunks if span.start >= start)
     selected_tokens = method.budget.tokens(passage_tokens) if method.budget is not None else 0
     return len(prompt) - start - passage_tokens + selected_tokens
-
-
-def _key(lm: LanguageModel, prompt: Prompt, span: Span, base: Base) -> ChunkKey:
-    return base.key(lm.fingerprint, prompt.prefix_ids, span.segment.stored_ids)

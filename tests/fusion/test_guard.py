@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TieredStore, make_method
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.fusion.lookup import look_up, plan_lookups
+from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.method import BreakEven, Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.fusion.state import FusedPrompt
@@ -23,7 +23,7 @@ from qcfuse_rag.runtime.runner import TransferOpener
 from qcfuse_rag.store.backends.base import EntryInfo
 from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
-from tests.support.engines import make_engine
+from tests.support.engines import look_up, make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.runners import loading_first
 

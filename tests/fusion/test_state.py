@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
-from qcfuse_rag.fusion.lookup import look_up
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.store.key import FRAMED
-from tests.support.engines import make_engine
+from tests.support.engines import look_up, make_engine
 from tests.support.passages import PASSAGES
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method, open_store
-from qcfuse_rag.fusion.lookup import look_up
 from qcfuse_rag.fusion.probes import NamedLayers, QuestionProbe
 from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt
@@ -21,6 +20,7 @@ from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, PRIMED
 from tests.support import references
+from tests.support.engines import look_up
 from tests.support.passages import PASSAGES, QUESTION
 
 UNGUARDED = make_method("auto", ratio=0.2, guard=False)

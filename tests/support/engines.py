@@ -6,9 +6,15 @@ twice what a test is about, and depend on the machine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from qcfuse_rag import FusionEngine, KVStore, LanguageModel, MemoryStore, make_method
+from qcfuse_rag import FusionEngine, KVStore, LanguageModel, MemoryStore, Method, make_method
+from qcfuse_rag.fusion.lookup import Lookups, plan_lookups
+from qcfuse_rag.fusion.state import AdaptedChunk
+from qcfuse_rag.prompts.segments import Prompt, Span
+from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support.passages import PASSAGES
 
@@ -27,3 +33,10 @@ def make_warmed_engine(lm: LanguageModel) -> FusionEngine:
 def make_engine(lm: LanguageModel, store: KVStore, **options: Any) -> FusionEngine:
     """Return an engine with `METHOD`, unless the options name another."""
     return FusionEngine(lm, store, **{"method": METHOD, **options})
+
+
+def look_up(
+    lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method
+) -> Sequence[tuple[Span, AdaptedChunk | Miss]]:
+    """Plan what to read and read it at once, however long it takes."""
+    return Lookups(plan_lookups(lm, store, prompt, method, priced=False), WaitBudget(None)).outcomes()

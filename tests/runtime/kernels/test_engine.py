@@ -22,7 +22,6 @@ pytest.importorskip("triton")
 
 
 from qcfuse_rag.engine import first_passes as warming
-from qcfuse_rag.fusion.lookup import look_up
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.forward import forward_step
 from qcfuse_rag.runtime.kernels import context_score, launch
@@ -31,6 +30,7 @@ from qcfuse_rag.runtime.kernels import sparse_attention as attention
 from qcfuse_rag.runtime.kernels import split_k as parts
 from tests.runtime.kernels.operands import relative_error, watched
 from tests.runtime.kernels.passages import PASSAGES, QUESTION, Nearby
+from tests.support.engines import look_up
 from tests.support.recorders import DEVICE
 
 
