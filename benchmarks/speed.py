@@ -155,13 +155,11 @@ def measure_model(lm: LanguageModel, options: Options, run: Run) -> None:
         tiers = open_tiers(lm, names, formats, stack, folder=options.folder)
         run.begin({**about_model(lm), "kernels": kernels, "kv_bytes_per_token": lm.kv_bytes_per_token}, same)
         runner = ModelRunner(lm, tiers[0].store)
-        runners = [runner.with_store(tier.store) for tier in tiers]  # each measures its costs once, for the guard
         recording = {"prefill_s": seconds(lm, runner.prefills.compile), "prefill_refusal": runner.prefills.refusal}
-        recorded_pass_s = measure_recorded_pass(
+        runner.costs.recorded_pass_s = measure_recorded_pass(
             runner, PromptBuilder(lm.tokenizer, PromptTemplate(), lm.context_window.tokens)
         )
-        for over_tier in runners:  # as an engine does for its guard
-            over_tier.costs.recorded_pass_s = recorded_pass_s
+        runners = [runner.with_store(tier.store) for tier in tiers]  # each measures its costs once, for the guard
         if requests:
             recording["step_s"] = seconds(lm, lambda: runner.decodes.compile(requests))
             recording["step_refusal"] = runner.decodes.refusal

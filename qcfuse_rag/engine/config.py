@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 VerdictPolicy = Literal["warn", "require", "ignore"]
 """How loading treats a method without a passing verdict."""
 
-METHOD_SETTINGS = ("method", "ratio", "base")
-WORDING_SETTINGS = ("rag_messages", "chat_template_kwargs")
-MODEL_SETTINGS = ("device", "dtype", "weights", "compiled")
-LOAD_SETTINGS = ("store", *METHOD_SETTINGS, *WORDING_SETTINGS, *MODEL_SETTINGS)
+LOAD_SETTINGS = (
+    *("store", "method", "ratio", "base"),
+    *("rag_messages", "chat_template_kwargs"),
+    *("device", "dtype", "weights", "compiled"),
+)
 """The options that the frameworks' classes have, besides the model."""
 
 

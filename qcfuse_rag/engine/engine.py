@@ -135,21 +135,21 @@ class FusionEngine:
         opened = store if isinstance(store, KVStore) else open_store(store or config.store)
         try:
             verdict = require_verdict(lm, opened, chosen, config.verdict)
-        except Unverified:
+            engine = cls(
+                lm,
+                opened,
+                template=template,
+                method=chosen if verdict is None else verdict.applied(chosen),
+                load_limit_s=config.load_limit_s,
+                prefix_bytes=config.prefix_bytes,
+            )
+            engine.verdict = verdict
+            if lm.device.type == "cuda" if config.compiled is None else config.compiled:
+                engine.compile()
+        except BaseException:
             if opened is not store:
                 opened.close()
             raise
-        engine = cls(
-            lm,
-            opened,
-            template=template,
-            method=chosen if verdict is None else verdict.applied(chosen),
-            load_limit_s=config.load_limit_s,
-            prefix_bytes=config.prefix_bytes,
-        )
-        engine.verdict = verdict
-        if lm.device.type == "cuda" if config.compiled is None else config.compiled:
-            engine.compile()
         return engine
 
     def over(self, store: KVStore, method: Method) -> FusionEngine:

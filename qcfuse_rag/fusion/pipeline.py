@@ -285,7 +285,8 @@ class FuseAttempt:
             check_selection(positions, candidates, fused.known, limit)
         except ValueError as error:
             raise ValueError(f"method {method.name!r} {error}") from None
-        report = _report(fused, method, positions, Timings(total_s - sum(stages), *stages), self.decision)
+        timings = Timings(total_s - sum(stages), *stages)
+        report = _report(fused, method, positions, candidate_tokens, timings, self.decision)
         exact_tokens = _exact_tokens(fused, positions if hook is None else [])
         return Prefilled(fused.prompt, logits, fused.await_all(), report, scores, exact_tokens, self.lease)
 
@@ -383,11 +384,11 @@ def _report(
     fused: FusedPrompt,
     method: Method,
     recomputed: list[int],
+    candidate_tokens: int,
     timings: Timings,
     decision: Decision,
 ) -> FusionReport:
     prompt, unstored, recomputed_tokens = fused.prompt, int((~fused.known).sum()), len(recomputed)
-    candidate_tokens = sum(len(placed.span) for placed in recomputable_chunks(fused))
     return FusionReport(
         method=method.name,
         base=method.base.name if method.base else None,

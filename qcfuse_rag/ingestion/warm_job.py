@@ -285,10 +285,10 @@ class WarmJob:
 
         Ray takes several batches at a time, so it records that many batches ahead.
         """
-        written += [self._target.key(batch.base, ids) for ids in batch.chunks]
+        keys = [self._target.key(batch.base, ids) for ids in batch.chunks]
+        written += keys
         if self._writer is not None:
-            for ids, origins in zip(batch.chunks, batch.origins, strict=False):
-                key = self._target.key(batch.base, ids)
+            for key, origins in zip(keys, batch.origins, strict=False):
                 self._writer.begin(key, origins)
                 unconfirmed += [key] if any(origins) else []
         return batch

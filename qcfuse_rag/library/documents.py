@@ -123,17 +123,17 @@ class ServedLibrary(Retriever):
         Returns:
             `[N, D]` vectors of length 1, of the first `N` texts if it was stopped, and the number of tokens read.
         """
-        vectors, tokens = np.zeros((0, 0), np.float32), 0
+        vectors: list[NDArray[np.float32]] = []
+        tokens = 0
         for start in range(0, len(texts), EMBEDDED_AT_ONCE):
             if stopped():
                 break
             batch = [text[:QUERY_CHARACTERS] for text in texts[start : start + EMBEDDED_AT_ONCE]]
             with self._retrieving:
-                embedded = self._embed(batch)
+                vectors.append(self._embed(batch))
                 tokens += self._embed.count_tokens(batch)
-            vectors = np.concatenate([vectors, embedded]) if start else embedded
             time.sleep(0.001)  # or this thread would have the lock again before another one wakes up
-        return vectors, tokens
+        return np.concatenate(vectors) if vectors else np.zeros((0, 0), np.float32), tokens
 
     def documents(self) -> list[dict[str, Any]]:
         """Return each document's source, its short name for people, and its number of passages, by name."""
@@ -164,7 +164,7 @@ class ServedLibrary(Retriever):
         """
         if any(base.derived for base in self._engine.corpus.bases):
             raise QCFuseError("caches of this library are made with their neighbours; use `qcfuse warm run` here")
-        documents = {self._source_of(name): text for name, text in documents.items()}
+        documents = dict(zip(self._sources_of(documents), documents.values(), strict=True))
         assert self._splitting is not None
         passages = {name: self._splitting.split(text, markdown=is_markdown(name)) for name, text in documents.items()}
         if empty := [name for name, texts in passages.items() if not texts]:
@@ -192,7 +192,7 @@ class ServedLibrary(Retriever):
         """
         waiting = 0
         with self._changing():
-            source = self._source_of(source)
+            [source] = self._sources_of([source])
             caches = self._engine.forget(source)
             index = PassageIndex.load(self._folder)
             before = len(index.passages)
@@ -206,12 +206,13 @@ class ServedLibrary(Retriever):
                     waiting += dropped if isinstance(dropped, int) else 0
         return {"caches": caches, "passages": before - len(index.passages), "waiting": waiting}
 
-    def _source_of(self, name: str) -> str:
-        """Return the source of the document with a short name, if there is one and no source has this name itself."""
-        documents = self.documents()
-        sources = [document["source"] for document in documents if document["name"] == name]
-        is_source = any(document["source"] == name for document in documents)
-        return name if is_source or len(sources) != 1 else str(sources[0])
+    def _sources_of(self, names: Iterable[str]) -> list[str]:
+        """Return the source of each document with a short name, if there is one and no source has this name itself."""
+        sources: dict[str, list[str]] = {}
+        for document in self.documents():
+            sources.setdefault(document["name"], []).append(document["source"])
+        known = {source for found in sources.values() for source in found}
+        return [name if name in known or len(sources.get(name, ())) != 1 else sources[name][0] for name in names]
 
     def _replace_index(self, index: PassageIndex) -> None:
         try:

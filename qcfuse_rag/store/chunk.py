@@ -288,8 +288,7 @@ class ChunkKV:
         Raises:
             CorruptEntry: if a stored block fails its check.
         """
-        layers = [name for layer in range(self.n_layers) for name in self.layer_names(layer)]
-        blocks = {name: self.blocks[name] for name in (RANKING, *self.extras, *layers)}
+        blocks = {name: self.blocks[name] for name in self.names()}
         return replace(self, blocks=SlabBlocks.copy_of(blocks, self.n_layers, device=device, pinned=pinned))
 
     def with_blocks(self, tensors: dict[str, Tensor], numbers: str) -> ChunkKV:

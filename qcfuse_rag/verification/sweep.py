@@ -208,6 +208,7 @@ class Reference:
         store: holds the case's passages; None if they are prefilled anew for each candidate.
         logits: `[N, vocabulary]` float32, on the CPU, before each token of the greedy answer.
         score: share of the expected strings in the answer.
+        tokens: of the prompt and the longest answer.
     """
 
     case: Case
@@ -215,6 +216,7 @@ class Reference:
     ids: tuple[int, ...] = ()
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     score: float = 0.0
+    tokens: int = 0
 
 
 class References:
@@ -226,7 +228,7 @@ class References:
 
     def answer(self, cases: Sequence[Case]) -> list[Reference]:
         """Answer cases of one kind, whose answers have the same length limit, by full prefill."""
-        references = [Reference(case, self._new_store()) for case in cases]
+        references = [Reference(case, self._new_store(), tokens=self._tokens(case)) for case in cases]
         for group in self._groups(references):
             prefilled = [self._prefill(reference, self._method.as_full_prefill) for reference in group]
             answers = greedy_answers(self._engine.runner, prefilled, group[0].case.max_new_tokens)
@@ -268,13 +270,13 @@ class References:
         return prefilled
 
     def _groups(self, references: Sequence[Reference]) -> Iterator[Sequence[Reference]]:
-        tokens = [
-            len(self._engine.prompt(reference.case.question, reference.case.passages)) + reference.case.max_new_tokens
-            for reference in references
-        ]
-        prompt_bytes = max(tokens, default=1) * self._engine.lm.kv_bytes_per_token
+        tokens = max((reference.tokens for reference in references), default=1)
+        prompt_bytes = tokens * self._engine.lm.kv_bytes_per_token
         size = max(1, min(TOGETHER, KEPT_BYTES // prompt_bytes))
         return (references[start : start + size] for start in range(0, len(references), size))
+
+    def _tokens(self, case: Case) -> int:
+        return len(self._engine.prompt(case.question, case.passages)) + case.max_new_tokens
 
     def _bound_store(self, reference: Reference) -> None:
         size_bytes = 0 if reference.store is None else reference.store.stats()[0].size_bytes

@@ -156,7 +156,7 @@ class Shadow:
         """Return the drift so far."""
         with self._changed:
             if not self._compared:
-                return replace(self._drift, kl=None, agreement=None, identical=None)
+                return self._drift
             figures = [(each.mean_kl, each.top1, each.identical) for each in self._compared]
             kl, agreement, identical = map(fmean, zip(*figures, strict=True))
             return replace(self._drift, kl=kl, agreement=agreement, identical=identical)

@@ -97,6 +97,12 @@ class GraphRunner(ABC, Generic[GraphT]):
     def _record(self, model: PreTrainedModel, sizes: Sequence[int]) -> tuple[dict[int, GraphT], dict[int, str]]:
         """Record and check a view; return recordings by size, and reasons for the sizes without one."""
 
+    def _fitting(self, size: int) -> GraphT | None:
+        """Return the smallest recording of at least this size, if there is one."""
+        graphs = self._graphs  # another thread may replace them
+        fitting = [recorded for recorded in graphs if recorded >= size]
+        return graphs[min(fitting)] if fitting else None
+
     def _open_recorder(self) -> Recorder:
         from qcfuse_rag.runtime.graphs.recorder import GraphRecorder
 
@@ -155,12 +161,11 @@ class PrefillRunner(GraphRunner["LayerGraphs"]):
 
     def _replay(self, ids: Tensor, plan: RowsPlan, run: Callable[[LayerGraphs], T]) -> T | None:
         """Run the smallest recorded pass that fits; return None if none fits or another thread runs one."""
-        graphs = self._graphs
-        fitting = [size for size in graphs if size >= len(plan.rows)]
+        graphs = self._fitting(len(plan.rows))
         # For a whole prompt torch's own attention is faster; sets of visible keys differ in shape with every question.
-        if not fitting or ids.dim() != 1 or plan.visible is not None or len(plan.rows) == plan.length:
+        if graphs is None or ids.dim() != 1 or plan.visible is not None or len(plan.rows) == plan.length:
             return None
-        return self._exclusively(lambda: run(graphs[min(fitting)]))
+        return self._exclusively(lambda: run(graphs))
 
     def _exclusively(self, run: Callable[[], T]) -> T | None:
         from qcfuse_rag.runtime.graphs.layers import GraphMismatch
@@ -193,8 +198,8 @@ class DecodeRunner(GraphRunner["StepGraph"]):
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]) -> Tensor:
         """Compute the next row of each request; see `runtime.forward.forward_step`."""
-        fitting = [count for count in self._graphs if count >= len(tokens)]
-        logits = self._replay(self._graphs[min(fitting)], tokens, positions, buffers) if fitting else None
+        graph = self._fitting(len(tokens))
+        logits = None if graph is None else self._replay(graph, tokens, positions, buffers)
         return forward_step(self._lm, tokens, positions, buffers) if logits is None else logits
 
     def compile(self, requests: Sequence[int] = REQUESTS) -> None:

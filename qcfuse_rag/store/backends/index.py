@@ -145,7 +145,7 @@ class Index:
         self._rows("CREATE INDEX IF NOT EXISTS Cache_worth ON Cache (tag, json_extract(value, '$.worth'))")
 
     @contextmanager
-    def transact(self, *, timeout_s: float | None = None) -> Iterator[None]:
+    def transact(self, *, timeout_s: float = BUSY_TIMEOUT_S) -> Iterator[None]:
         """Lock the index against all other writers, and commit or roll back all changes together.
 
         Raises:
@@ -153,7 +153,7 @@ class Index:
             IndexReplaced: if the file of the index is another one.
         """
         try:
-            self._rows(f"PRAGMA busy_timeout = {round(1000 * (BUSY_TIMEOUT_S if timeout_s is None else timeout_s))}")
+            self._rows(f"PRAGMA busy_timeout = {round(1000 * timeout_s)}")
             with self._cache.transact():
                 yield
         except diskcache.Timeout as error:  # raised for every failure to begin; raise its cause
@@ -362,6 +362,8 @@ class DiskQuota:
         count = 0
         for name, _, _, tag in self.index.rows(ENTRY, PINNED, QUARANTINE):
             path = self._files.quarantined / name if tag == QUARANTINE else self._files.path(name)
+            if file_size(path) is not None:
+                continue
             with self.index.transact():
                 if file_size(path) is None:
                     count += self.index.delete(name)

@@ -169,7 +169,7 @@ class TieredStore(KVStore):
 
     def _promote(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk from the far tier, and copy it near."""
-        queued = self._queue and self._queue.get(key.address)
+        queued = self._queued(key.address)
         chunk = queued[1] if queued else self.far.get(key)
         if isinstance(chunk, Miss):
             return chunk
@@ -182,8 +182,9 @@ class TieredStore(KVStore):
             return chunk  # too large for the near tier, or it is full or read-only: read from the far tier
         except OSError as error:
             return Miss(f"cannot be read: {error}")
-        queued = self._queue and self._queue.get(key.address)
-        if not queued and key not in self.far:  # discarded meanwhile: the copy must not bring it back
+        if (
+            self._queued(key.address) is None and key not in self.far
+        ):  # discarded meanwhile: the copy must not bring it back
             self.near.discard(key)
             return chunk
         promoted = self.near.open(key.address)  # does not count as another use
@@ -194,7 +195,10 @@ class TieredStore(KVStore):
         opened = self.near.open(address)
         if not isinstance(opened, Miss):
             return opened
-        return (self._queue and self._queue.get(address)) or self.far.open(address)
+        return self._queued(address) or self.far.open(address)
+
+    def _queued(self, address: str) -> tuple[ChunkKey, ChunkKV] | None:
+        return None if self._queue is None else self._queue.get(address)
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Store a chunk in both tiers; only the far one must succeed, or either if the near one suffices."""
@@ -225,8 +229,7 @@ class TieredStore(KVStore):
         return near or far or queued
 
     def __contains__(self, key: ChunkKey | str) -> bool:
-        queued = self._queue is not None and self._queue.get(address_of(key)) is not None
-        return queued or key in self.near or key in self.far
+        return self._queued(address_of(key)) is not None or key in self.near or key in self.far
 
     def entries(self) -> Iterator[EntryInfo]:
         """Yield what the farthest tier knows of every entry, and what only a nearer tier knows, such as its uses."""

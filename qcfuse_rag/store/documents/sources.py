@@ -534,14 +534,13 @@ class Sources:
         the source does not come back, and nothing of the source is replaced.
         """
         wanted = {self._store.address(key): key for key in keys}
-        name, rows = self._prefix + source, self._rows(source, wanted)
+        name = self._prefix + source
+        rows = self._rows(name, wanted)
         if self._is_recorded(name, rows, alone=replace):
             return self.garbage.collect()
         with self.manifest.writing() as database:
-            recorded = dict(
-                database.execute("SELECT address, wording FROM chunks WHERE source = ?", (name,)).fetchall()
-            )
-            withdrawn = wanted.keys() - recorded.keys()
+            recorded = database.execute("SELECT address FROM chunks WHERE source = ?", (name,)).fetchall()
+            withdrawn = wanted.keys() - {address for (address,) in recorded}
             mark_without_source(database, withdrawn)
             if replace and not withdrawn:
                 self._drop_stale(database, name, rows)
@@ -635,7 +634,8 @@ class Sources:
 
     def _change(self, source: str, keys: Iterable[ChunkKey], *, replace: bool) -> int:
         wanted = {self._store.address(key): key for key in keys}
-        name, rows = self._prefix + source, self._rows(source, wanted)
+        name = self._prefix + source
+        rows = self._rows(name, wanted)
         # Nothing is written without need: the manifest may be read-only, and a write would change its version.
         if self._is_recorded(name, rows, alone=replace):
             return self.garbage.collect()
@@ -648,8 +648,7 @@ class Sources:
             mark_acl_violations(database, {passage for _, _, _, passage in rows})
         return self.garbage.collect()
 
-    def _rows(self, source: str, keys: Mapping[str, ChunkKey]) -> list[Row]:
-        name = self._prefix + source
+    def _rows(self, name: str, keys: Mapping[str, ChunkKey]) -> list[Row]:
         return [(name, address, _wording(key), self.passage_id(key)) for address, key in keys.items()]
 
     def _drop_stale(self, database: sqlite3.Connection, name: str, rows: Sequence[Row]) -> None:

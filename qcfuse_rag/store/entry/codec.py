@@ -301,7 +301,7 @@ def read_header(preamble: Preamble, data: Buffer, cipher: StoreCipher | None) ->
 
 def check_piece(stored: Buffer, expected: str, name: str) -> None:
     """Raise `CorruptEntry` unless a piece has the checksum of the header."""
-    if xxhash.xxh3_64_hexdigest(stored) != expected:
+    if _checksum(stored) != expected:
         raise CorruptEntry(f"checksum of block {name} differs")
 
 

@@ -175,11 +175,9 @@ class QCFuseVectorStore(BasePydanticVectorStore):
         warn_not_stored(warm_passages(self.llm.engine, passages, replace=False, **options))
 
     def _forget_nodes(self, nodes: Sequence[BaseNode]) -> None:
-        engine = self.llm.engine
+        engine, bases = self.llm.engine, [find_base(name) for name in all_bases()]
         for node in nodes:
-            keys = engine.corpus.keys(
-                engine.prompts.chunk_ids(text_of(node, self.target_metadata_key)), map(find_base, all_bases())
-            )
+            keys = engine.corpus.keys(engine.prompts.chunk_ids(text_of(node, self.target_metadata_key)), bases)
             engine.corpus.open_sources().remove(source_of(node), keys)
 
     def _forget(self, sources: Iterable[str]) -> None:
