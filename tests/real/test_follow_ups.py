@@ -20,19 +20,23 @@ FOLLOW_UPS = (
     (
         "What happens when the server gets too many requests?",
         "And how many at once?",
-        "answers sixteen requests together",
+        "Sixteen requests are answered together",
     ),
     ("How does the server treat slow clients?", "After how many seconds?", "within 15 seconds"),
     ("Does a remote that does not answer stop the store?", "And for how long?", "not asked again for"),
     ("Which number formats can the store keep?", "How many bytes does the second take?", "27 % of float32"),
-    ("What is forgotten when a document is deleted?", "What if another is warming it?", "The document stays forgotten"),
+    (
+        "What is forgotten when a document is deleted?",
+        "What if another is warming it?",
+        "a job warms it stays forgotten",
+    ),
     (
         "How do I encrypt a store?",
         "Where does it come from in Python?",
-        "environment variable `QCFUSE_SECRET`, in Python",
+        "`secret=...` or the environment variable",
     ),
     ("What does fidelity exact do?", "And what does it cost?", "about the time of full prefill before the first text"),
-    ("How is a corpus warmed on many machines?", "What if one of them is lost?", "another worker computes its batch"),
+    ("How is a corpus warmed on many machines?", "What if one of them is lost?", "another one computes its batch"),
     ("What does qcfuse serve --editable allow?", "How many in a request?", "at most 256 documents"),
     ("What is sentence window retrieval?", "How much more do these take?", "seven times with the parser"),
     (
@@ -54,7 +58,7 @@ CHANGES = (
     (
         "Which number formats can the store keep?",
         "How are requests routed to replicas?",
-        "A custom router in Ray Serve",
+        "A router in Ray Serve",
     ),
     ("How do I encrypt a store?", "Does it make generation faster?", "Does it make generation faster"),
     ("How is a corpus warmed on many machines?", "Who can read the store?", "Who can read the store"),
