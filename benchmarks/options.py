@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,6 +10,7 @@ from typer import Option
 
 from benchmarks.configurations import split_names
 from qcfuse_rag.bundled import default_model
+from qcfuse_rag.cli.options import expand_options
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -72,13 +71,10 @@ def shares(text: str) -> tuple[float, ...]:
 
 def to_command(options_type: type, run: Callable[[Any, str | None], None]) -> Callable[..., None]:
     """Return a function whose parameters are the fields of a dataclass and `--json`, for Typer to read."""
-    fields = dict(inspect.signature(options_type, eval_str=True).parameters)
-    json = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=JSON)
 
-    @functools.wraps(run)
-    def command(json: str | None = None, **values: Any) -> None:
-        run(options_type(**values), json)
+    def command(options: Any, json: str | None = None) -> None:
+        run(options, json)
 
-    command.__signature__ = inspect.Signature([*fields.values(), json])  # type: ignore[attr-defined]
-    command.__annotations__ = {name: field.annotation for name, field in fields.items()} | {"json": JSON}
-    return command
+    command.__doc__, command.__name__ = run.__doc__, run.__name__
+    command.__annotations__ = {"options": options_type, "json": JSON}
+    return expand_options(command)
