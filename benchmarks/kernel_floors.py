@@ -168,10 +168,10 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
             4.0 * dim * heads * tokens * requests,
             size * requests * (key.numel() + value.numel()),
         )
-    for numbers in (LOSSLESS, "int8"):
-        blocks = _blocks(sizes, tokens, numbers)
+    for kv_dtype in (LOSSLESS, "int8"):
+        blocks = _blocks(sizes, tokens, kv_dtype)
         yield KernelCase(
-            f"place: {len(blocks):,} blocks, {numbers}",
+            f"place: {len(blocks):,} blocks, {kv_dtype}",
             partial(_place, place_blocks, blocks),
             partial(_place, place_blocks_reference, blocks),
             0.0,
@@ -180,7 +180,7 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
         )
 
 
-def _blocks(sizes: LayerSizes, tokens: int, numbers: str) -> list[PlacementBlock]:
+def _blocks(sizes: LayerSizes, tokens: int, kv_dtype: str) -> list[PlacementBlock]:
     """Return the stored blocks of a prompt's chunks in all layers, to be placed into a buffer."""
     rope = LayerRope(10000.0 ** -(torch.arange(0, sizes.dim, 2, device=sizes.device) / sizes.dim))
     shapes = (KVShape(sizes.kv_heads, sizes.dim, sizes.dim),) * sizes.layers
@@ -190,7 +190,7 @@ def _blocks(sizes: LayerSizes, tokens: int, numbers: str) -> list[PlacementBlock
         for keys, values in zip(buffer.keys, buffer.values, strict=True):
             for target, rotation, over in ((keys, rope, 0), (values, None, 2)):
                 stored = sizes.random(CHUNK, sizes.kv_heads, sizes.dim)
-                block, scale = (stored, None) if numbers == LOSSLESS else quantize(stored, numbers, over=over)
+                block, scale = (stored, None) if kv_dtype == LOSSLESS else quantize(stored, kv_dtype, over=over)
                 blocks.append(PlacementBlock(block, scale, target, start, rotation))
     return blocks
 

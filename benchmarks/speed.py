@@ -70,7 +70,9 @@ class Options(ModelOptions):
     tiers: Annotated[
         str, Option(help=f"Storage tiers: {', '.join(TIERS)}; by default memory,disk, on a GPU pinned,device,disk.")
     ] = ""
-    numbers: Annotated[str, Option(help="Number formats of stored passages: model, int8, fp8; with commas.")] = LOSSLESS
+    kv_dtype: Annotated[str, Option(help="Number formats of stored passages: model, int8, fp8; with commas.")] = (
+        LOSSLESS
+    )
     chunk: Annotated[int, Option(min=1, help="Tokens of a passage.")] = 512
     requests: Annotated[str, Option(help="Batch sizes to decode, with commas.")] = "1,4,8"
     folder: Annotated[Path | None, Option(help="Folder on the disk to measure; by default a temporary one.")] = None
@@ -99,7 +101,7 @@ class StoreTier:
     """A store to measure, the name of its tier, and the format that it keeps passages in."""
 
     name: str
-    numbers: str
+    kv_dtype: str
     store: KVStore
 
 
@@ -111,23 +113,23 @@ def open_tiers(
     for name in names:
         if name not in available:
             raise QCFuseError(f"there is no tier {name!r} on {lm.device.type}; there are {', '.join(available)}")
-    for numbers in formats:
-        if numbers not in STORE_FORMATS:
-            raise QCFuseError(f"there is no format of numbers {numbers!r}; there are {', '.join(STORE_FORMATS)}")
+    for kv_dtype in formats:
+        if kv_dtype not in STORE_FORMATS:
+            raise QCFuseError(f"there is no kv_dtype {kv_dtype!r}; there are {', '.join(STORE_FORMATS)}")
 
-    def open_tier(name: str, numbers: str) -> KVStore:
+    def open_tier(name: str, kv_dtype: str) -> KVStore:
         if name == "disk":
             path = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
-            return stack.enter_context(DiskStore(path, UNLIMITED, numbers=numbers))
+            return stack.enter_context(DiskStore(path, UNLIMITED, kv_dtype=kv_dtype))
         device = str(lm.device) if name == "device" else "cpu"
-        return MemoryStore(UNLIMITED, device=device, pinned=name == "pinned", numbers=numbers)
+        return MemoryStore(UNLIMITED, device=device, pinned=name == "pinned", kv_dtype=kv_dtype)
 
-    return [StoreTier(name, numbers, open_tier(name, numbers)) for name in names for numbers in formats]
+    return [StoreTier(name, kv_dtype, open_tier(name, kv_dtype)) for name in names for kv_dtype in formats]
 
 
 def fill(lm: LanguageModel, stores: Sequence[KVStore], prompt: Prompt, methods: Sequence[Method]) -> None:
     """Prefill a prompt's passages once, in the model's own dtype, and put them into every store."""
-    first = next((store for store in stores if store.numbers == LOSSLESS), MemoryStore(UNLIMITED))
+    first = next((store for store in stores if store.kv_dtype == LOSSLESS), MemoryStore(UNLIMITED))
     bases = dict.fromkeys(base for method in methods for base in method.bases)
     passages = [span.segment.ids for span in prompt.chunks]
     primer = passages[0][:PRIMER_TOKENS]
@@ -151,7 +153,7 @@ def measure_model(lm: LanguageModel, options: Options, run: Run) -> None:
     kernels = unavailable_reason(lm.device, lm.dtype, lm.widest_head) or "used"
     same = {**machine_conditions(lm), "chunk": options.chunk}
     with ExitStack() as stack:
-        formats = split_names(options.numbers) or [LOSSLESS]
+        formats = split_names(options.kv_dtype) or [LOSSLESS]
         tiers = open_tiers(lm, names, formats, stack, folder=options.folder)
         run.begin({**about_model(lm), "kernels": kernels, "kv_bytes_per_token": lm.kv_bytes_per_token}, same)
         runner = ModelRunner(lm, tiers[0].store)
@@ -218,7 +220,7 @@ def _prefills(
         own_memory = copy.copy(runner)
         own_memory.pool = None
         for chosen in methods:
-            side = (chosen.label, chosen.ratio, tier.name, tier.numbers)
+            side = (chosen.label, chosen.ratio, tier.name, tier.kv_dtype)
             sides[side] = partial(fused, runner, chosen)
             unpooled[side] = partial(fuse_prompt, own_memory, prompt, chosen.method)
     run.take_turns(("prefill", context), sides, repeats)
@@ -248,7 +250,7 @@ def report(run: Run) -> Report:
         if side[0] == TRANSFORMERS or full is None or stock is None:
             continue
         row = _row(records, _middle(full, "ttft_s"), _middle(stock, "ttft_s"))
-        named = dict(zip(("method", "ratio", "tier", "numbers"), side, strict=True))
+        named = dict(zip(("method", "ratio", "tier", "kv_dtype"), side, strict=True))
         size = {**sizes.get((context,), {}), **peaks.get((context, *side), {})}
         row = {"context": context, **named, **row, **size}
         rows.append({**row, **(_floors(row, ceilings) if ceilings and size else {})})
@@ -307,7 +309,7 @@ NARROW_DECODE = ("context", "requests", "step", "transformers", "tokens a second
 
 
 def _prefill_cells(row: Record) -> list[str]:
-    tier = row["tier"] if row["numbers"] == LOSSLESS else f"{row['tier']} {row['numbers']}"
+    tier = row["tier"] if row["kv_dtype"] == LOSSLESS else f"{row['tier']} {row['kv_dtype']}"
     guard = "-"
     if row["predicted_s"] is not None:
         decision = "in full" if (row["fallback"] or "").startswith(IN_FULL) else "fuses"

@@ -80,8 +80,8 @@ def print_model_check(report: Mapping[str, Any]) -> None:
         print_note("not supported:", report["reason"], "red")
         return
     check = report["check"]
-    numbers = report["dtype"] + (", float16 weights" if report["weight_format"] == "float16" else "")
-    OUT.print(f"[green]supported[/green]: {report['architecture']}, {report['layers']} layers, {numbers}")
+    dtype = report["dtype"] + (", float16 weights" if report["weight_format"] == "float16" else "")
+    OUT.print(f"[green]supported[/green]: {report['architecture']}, {report['layers']} layers, {dtype}")
     OUT.print(f"  positions: {'; '.join(report['rope'])}")
     OUT.print(f"  context window: {report['context_window']:,} tokens ({report['context_window_reason']})")
     OUT.print(f"  stored size: {size(report['kv_bytes_per_token'])} per token")

@@ -82,7 +82,7 @@ class CorpusOptions:
         reader: Reader: files, llama-index (a persisted index) or langchain (a dumped store).
         max_tokens: Maximum tokens in a passage.
         batch_tokens: Maximum tokens in one pass; by default 2048 on a CPU, 16384 on a GPU.
-        numbers: Number format of stored keys and values: int8 (default of a new store), model or fp8.
+        kv_dtype: Number format of stored keys and values: int8 (default of a new store), model or fp8.
         limit_gb: Maximum size of the store in GB; 68.7 if never set.
     """
 
@@ -92,7 +92,7 @@ class CorpusOptions:
     reader: str = "files"
     max_tokens: Annotated[int, Ge(16)] = 384
     batch_tokens: Annotated[int | None, Ge(1)] = None
-    numbers: str | None = None
+    kv_dtype: str | None = None
     limit_gb: Annotated[float | None, Ge(0), Le(1e9)] = None
     tenant: Tenant = None
 
@@ -222,7 +222,7 @@ class PlanOptions:
         gpu: GPU: a100, l40s, h100, h200, b200, or here to measure this machine.
         retrieved: Passages per request.
         ratio: Share of their tokens to recompute.
-        numbers: Number format of stored keys and values.
+        kv_dtype: Number format of stored keys and values.
         reached: Share of a data sheet's rates to assume; ignored with --gpu here.
         caches: Caches per passage; the default method keeps two.
     """
@@ -233,7 +233,7 @@ class PlanOptions:
     gpu: str = "h200"
     retrieved: Annotated[int, Ge(1)] = 10
     ratio: Annotated[float, Ge(0), Le(1)] = 0.15
-    numbers: Literal["model", "int8", "fp8"] = "int8"
+    kv_dtype: Literal["model", "int8", "fp8"] = "int8"
     reached: Annotated[float, Ge(0.01), Le(1)] = 0.5
     caches: Annotated[int, Ge(1)] = 2
 

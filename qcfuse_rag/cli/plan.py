@@ -22,7 +22,7 @@ from qcfuse_rag.runtime.device import fastest_s
 
 HERE = "here"
 REACHED = 0.5  # share of a data sheet's rates that a program is assumed to reach
-NUMBERS = {"model": 2.0, "int8": 1.0, "fp8": 1.0}  # bytes of a stored number; scales add some percent
+BYTES_PER_NUMBER = {"model": 2.0, "int8": 1.0, "fp8": 1.0}  # bytes of a stored number; scales add some percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class CorpusPlan:
     retrieved: int = 10  # passages of a request
     question_tokens: int = 64  # the question and the template
     ratio: float = 0.15  # share of the passages' tokens that is recomputed
-    number_bytes: float = 2.0  # see `NUMBERS`
+    number_bytes: float = 2.0  # see `BYTES_PER_NUMBER`
     caches: int = 2  # of a passage; the default method keeps two and reads one of them
 
 
@@ -233,7 +233,7 @@ def plan_corpus(options: PlanOptions, *, as_json: bool) -> None:
         tokens=options.tokens,
         retrieved=options.retrieved,
         ratio=options.ratio,
-        number_bytes=NUMBERS[options.numbers],
+        number_bytes=BYTES_PER_NUMBER[options.kv_dtype],
         caches=options.caches,
     )
     sizing = size_up(shape, rates, plan)

@@ -43,7 +43,7 @@ def stats(folder: Folder, as_json: Json = False) -> None:
         {**stats.to_dict(), "settings": settings, "models": list(models.values())},
         as_json,
         f"{stats.entries} chunks, {size(stats.size_bytes)} of {size(stats.limit_bytes or 0)}, in {store.folder}",
-        "  " + ", ".join(f"{name} {settings[name]}" for name in ("numbers", "eviction", "ttl_s", "encrypted")),
+        "  " + ", ".join(f"{name} {settings[name]}" for name in ("kv_dtype", "eviction", "ttl_s", "encrypted")),
         *(
             f"  model {name[:12]}: weights {m['weights'][:12]}, dtype {Fingerprint(**m).number_formats}"
             for name, m in models.items()
@@ -260,7 +260,7 @@ def compress(
     folder: Folder,
     addresses: Addresses = None,
     source: SourceName = None,
-    numbers: Annotated[str, typer.Option(help="Number format: int8 or fp8.")] = "int8",
+    kv_dtype: Annotated[str, typer.Option(help="Number format: int8 or fp8.")] = "int8",
     as_json: Json = False,
 ) -> None:
     """Rewrite entries in fewer bytes; all entries if none are named."""
@@ -271,7 +271,7 @@ def compress(
     with open_disk_tier(folder) as store, progress_bar("compressing", "entries") as advance:
         with closing(Sources(store)) as documents:
             selected = _select(documents, addresses, source) if addresses or source else None
-        report = rewrite(store, numbers, selected, progress=advance)
+        report = rewrite(store, kv_dtype, selected, progress=advance)
     print_result(
         report.to_dict(),
         as_json,

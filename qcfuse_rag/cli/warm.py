@@ -48,8 +48,8 @@ from qcfuse_rag.methods import choose_method
 from qcfuse_rag.server.protocol.chat_request import ToolSpec
 from qcfuse_rag.store.backends.disk import read_settings
 from qcfuse_rag.store.backends.remote import url_without_secrets
-from qcfuse_rag.store.factory import KEPT_NUMBERS, open_store
-from qcfuse_rag.store.quantization import check_numbers
+from qcfuse_rag.store.factory import DEFAULT_KV_DTYPE, open_store
+from qcfuse_rag.store.quantization import check_kv_dtype
 
 CONFIG_NAMES = (*WORDING, "base")  # the fields of `EngineConfig` that the record of a job keeps
 EMBEDDING_BATCH = 256  # passages to embed together on this machine, at least
@@ -60,17 +60,17 @@ def plan_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, *, 
     """Print the bytes and seconds that warming would take, without storing anything."""
     refuse_store(library)
     _check_paths(corpus, library)
-    if corpus.numbers is not None:
-        check_numbers(corpus.numbers)
+    if corpus.kv_dtype is not None:
+        check_kv_dtype(corpus.kv_dtype)
     settings = LibrarySettings.load(library)
     config = with_settings(config, settings)
     limit = None if corpus.limit_gb is None else int(corpus.limit_gb * 1e9)
     if (library / KV_FOLDER).is_dir():
         opened = open_library_store(library, tenant=corpus.tenant)
     else:
-        opened = open_store(memory_bytes=limit or 64 << 30, numbers=KEPT_NUMBERS)
+        opened = open_store(memory_bytes=limit or 64 << 30, kv_dtype=DEFAULT_KV_DTYPE)
     with opened as store:
-        store.numbers = corpus.numbers or store.numbers  # changes this open view only, not the settings on disk
+        store.kv_dtype = corpus.kv_dtype or store.kv_dtype  # changes this open view only, not the settings on disk
         engine = open_engine(store, config, settings, method=choose_method(base=config.base))
         unread: list[str] = []
         passages = _read(engine, library, corpus, unread)
@@ -155,7 +155,7 @@ def _warm(
     library = settings.folder
     opened = open_library_store(
         library,
-        numbers=corpus.numbers,
+        kv_dtype=corpus.kv_dtype,
         limit_gb=corpus.limit_gb,
         tenant=corpus.tenant,
         encrypt=job.encrypt,
@@ -270,7 +270,7 @@ def _ray_workers(
     settings = read_settings(library / KV_FOLDER)
     remote = job.remote if job.remote is not None else settings and settings.remote
     if remote:
-        store_settings = {"remote": remote, "numbers": engine.store.numbers, "ttl_s": engine.store.ttl_s}
+        store_settings = {"remote": remote, "kv_dtype": engine.store.kv_dtype, "ttl_s": engine.store.ttl_s}
     return RayWorkers(
         model=config.model,
         store=store_settings,

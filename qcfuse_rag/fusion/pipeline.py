@@ -372,7 +372,7 @@ def _exact_tokens(fused: FusedPrompt, recomputed: Collection[int]) -> int:
     recomputed = frozenset(recomputed)
     for placed in sorted(fused.placed, key=lambda placed: placed.span.start):
         span = placed.span
-        if placed.exact and placed.chunk.numbers == LOSSLESS and span.start not in altered:
+        if placed.exact and placed.chunk.kv_dtype == LOSSLESS and span.start not in altered:
             continue
         stale = next((position for position in range(span.start, span.stop) if position not in recomputed), None)
         if stale is not None:

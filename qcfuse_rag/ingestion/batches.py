@@ -122,7 +122,7 @@ def store_batch(target: PrefillTarget, batch: Batch, system_prefix: ChunkKV | No
     chunks, size = compute_batch(target, batch, system_prefix), 0
     ms_per_token = 1000 * (time.perf_counter() - started) / batch.tokens
     for ids, chunk in zip(batch.chunks, chunks, strict=True):
-        converted = to_store_format(chunk, target.store.numbers)
+        converted = to_store_format(chunk, target.store.kv_dtype)
         target.store.put(target.key(batch.base, ids), converted, saved_ms=ms_per_token * len(ids))
         size += converted.nbytes
     computed = len(chunks) * (max(map(len, batch.chunks)) + len(instruction_ids(target.lm.tokenizer)))
@@ -159,7 +159,7 @@ def system_prefix(target: PrefillTarget, *, store: bool = True) -> ChunkKV | Non
         return None
     key = target.key(BLIND, target.prefix_ids)
     stored = target.store.get(key)
-    if isinstance(stored, ChunkKV) and stored.numbers == LOSSLESS and check_entry(target.store, key, stored) is None:
+    if isinstance(stored, ChunkKV) and stored.kv_dtype == LOSSLESS and check_entry(target.store, key, stored) is None:
         return stored
     started = time.perf_counter()
     computed = prefill_chunk(target.lm, target.prefix_ids)

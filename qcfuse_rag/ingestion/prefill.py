@@ -198,7 +198,7 @@ class PrefillTarget:
 
     def entry_bytes(self, n_tokens: int) -> int:
         """Return the size in bytes of a chunk's entry in the store."""
-        return entry_bytes(self.lm.shapes, self.lm.dtype, self.store.numbers, n_tokens)
+        return entry_bytes(self.lm.shapes, self.lm.dtype, self.store.kv_dtype, n_tokens)
 
 
 @dataclass(frozen=True, slots=True)

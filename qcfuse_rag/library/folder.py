@@ -25,7 +25,7 @@ SETTINGS_NAME = "library.json"
 def open_library_store(
     folder: Path,
     *,
-    numbers: str | None = None,
+    kv_dtype: str | None = None,
     limit_gb: float | None = None,
     tenant: str | None = None,
     encrypt: bool = False,
@@ -41,7 +41,7 @@ def open_library_store(
         store_folder(folder),
         disk_bytes=None if limit_gb is None else int(limit_gb * 1e9),
         memory_bytes=memory_bytes,
-        numbers=numbers,
+        kv_dtype=kv_dtype,
         tenant=tenant,
         encrypt=encrypt or None,
         remote=remote,

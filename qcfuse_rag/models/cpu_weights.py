@@ -41,7 +41,7 @@ SAMPLES = 5
 """The fastest sample of each product counts, which is disturbed least."""
 
 
-def chosen_cpu_numbers() -> str:
+def fastest_cpu_format() -> str:
     """Return the member of `CHOICES` for this CPU, as measured now or before, or as the environment names it."""
     if named := os.environ.get(SWITCH):
         if named not in CHOICES:
@@ -75,14 +75,14 @@ def multiplies_float16_weights() -> bool:
 
 
 @torch.inference_mode()
-def answer_seconds(numbers: str) -> float:
+def answer_seconds(name: str) -> float:
     """Measure a linear layer over the rows of a prefill and over those of the steps behind it; return the seconds.
 
     A single row of bfloat16 is multiplied as a vector (`runtime.fused_layers.fused_modules`).
     """
-    dtype = torch.bfloat16 if numbers == "bfloat16" else torch.float32
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
     weight, rows = torch.randn(WIDER, CHANNELS, dtype=dtype), torch.randn(PASS_ROWS, CHANNELS, dtype=dtype)
-    if numbers == "float16":
+    if name == "float16":
         packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
         product = torch.ops.quantized.linear_dynamic_fp16
         return _fastest(product, rows, packed) + STEPS * _fastest(product, rows[:1], packed)

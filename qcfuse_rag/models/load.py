@@ -37,7 +37,7 @@ from transformers import (
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
-from qcfuse_rag.models.cpu_weights import chosen_cpu_numbers, pack_float16
+from qcfuse_rag.models.cpu_weights import fastest_cpu_format, pack_float16
 from qcfuse_rag.models.fingerprint import hash_weights
 from qcfuse_rag.models.kept import FileState, hash_once
 from qcfuse_rag.models.source import (
@@ -216,9 +216,9 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
     check_weight_format(weights, device)
     torch_dtype: Any = _parse_dtype(dtype) if dtype else "auto"
     on_cpu = torch.device(device).type == "cpu"
-    numbers = chosen_cpu_numbers() if on_cpu and (dtype is None or weights == "auto") else None
+    cpu_format = fastest_cpu_format() if on_cpu and (dtype is None or weights == "auto") else None
     if on_cpu and dtype is None:
-        bfloat16 = numbers == "bfloat16" and weights != "float16"
+        bfloat16 = cpu_format == "bfloat16" and weights != "float16"
         torch_dtype = torch.bfloat16 if bfloat16 else torch.float32
     source, options = model_source(name)
     gguf = Path(source) / options["gguf_file"] if options else None
@@ -236,7 +236,7 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
     if files != _weight_files(source, gguf):  # the hub has sent newer files than the cached ones
         files = None
     weights_hash = _hash_once(model, files, torch_dtype)
-    if weights == "float16" or (weights == "auto" and numbers == "float16" and torch_dtype == torch.float32):
+    if weights == "float16" or (weights == "auto" and cpu_format == "float16" and torch_dtype == torch.float32):
         try:
             pack_float16(model)
         except UnsupportedModel as error:

@@ -229,7 +229,7 @@ def costs_path(lm: LanguageModel, store: KVStore) -> Path | None:
         torch.__version__,
         dense_attention_name(lm.device, lm.dtype),
         kernels_available(lm.device, lm.dtype, lm.widest_head),
-        store.numbers,
+        store.kv_dtype,
         *(tier.kind for tier in store.tiers),
     )
     return store.folder / f"costs-{digest(' '.join(map(str, facts)).encode())}.json"

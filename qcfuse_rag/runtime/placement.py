@@ -83,7 +83,7 @@ def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rop
     """
     from qcfuse_rag.runtime.kernels.placement import PlacementBlock
 
-    side, staged = side_block(chunk.numbers), []
+    side, staged = side_block(chunk.kv_dtype), []
     for kind, target in (("key", buffer.keys[layer]), ("value", buffer.values[layer])):
         name, device = f"{kind}.{layer}", target.device
         block = chunk.part(kind, layer).transpose(0, 1).contiguous() if side == "basis" else chunk.blocks[name]

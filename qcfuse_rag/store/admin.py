@@ -19,7 +19,7 @@ from qcfuse_rag.store.backends.index import INDEX_FAILURES, WRITING, DiskQuota
 from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
 from qcfuse_rag.store.documents.sources import FILE_NAME, Garbage, Manifest, manifest_damage
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.quantization import LOSSLESS, RANKS, check_numbers
+from qcfuse_rag.store.quantization import LOSSLESS, RANKS, check_kv_dtype
 
 Progress = Callable[[int, int], None]
 """`(done, total) -> None`."""
@@ -75,7 +75,7 @@ def move(
     report = ChangeReport()
     for address, key, chunk, entry in _opened(source, addresses, report, progress):
         try:
-            converted = to_store_format(chunk, target.numbers)
+            converted = to_store_format(chunk, target.kv_dtype)
             target.put(key, converted, saved_ms=entry.saved_ms if entry else None)
         except (CorruptEntry, OSError) as error:
             _report_unreadable(source, address, error, report)
@@ -90,7 +90,7 @@ def move(
 
 
 def rewrite(
-    store: KVStore, numbers: str, addresses: Iterable[str] | None = None, *, progress: Progress | None = None
+    store: KVStore, kv_dtype: str, addresses: Iterable[str] | None = None, *, progress: Progress | None = None
 ) -> ChangeReport:
     """Rewrite entries in a smaller format; lost precision does not come back.
 
@@ -101,16 +101,16 @@ def rewrite(
         StoreError: if the store cannot be written.
         ValueError: if there is no such format, or it is `model`.
     """
-    check_numbers(numbers)
-    if numbers == LOSSLESS:
+    check_kv_dtype(kv_dtype)
+    if kv_dtype == LOSSLESS:
         raise ValueError("lost precision does not come back; discard the entries and warm them again")
     report = ChangeReport()
     for address, key, chunk, entry in _opened(store, addresses, report, progress):
-        if chunk.numbers == numbers or chunk.numbers in RANKS:
+        if chunk.kv_dtype == kv_dtype or chunk.kv_dtype in RANKS:
             report.unchanged += 1
             continue
         try:
-            smaller = to_format(chunk, numbers)
+            smaller = to_format(chunk, kv_dtype)
         except (CorruptEntry, OSError) as error:
             _report_unreadable(store, address, error, report)
             continue

@@ -20,7 +20,7 @@ from torch import Tensor
 from qcfuse_rag.store.quantization import (
     LOSSLESS,
     RANKS,
-    check_numbers,
+    check_kv_dtype,
     dequantize,
     factorize,
     multiply_factors,
@@ -183,10 +183,10 @@ class ChunkKV:
         n_tokens: length of the chunk.
         n_layers: layers of the model.
         dtype: the model's dtype, which `layer` returns.
-        numbers: format of keys and values, see `store.quantization`.
+        kv_dtype: format of keys and values, see `store.quantization`.
         expires: unix time from which on it must not be used, or None.
         blocks: `key.L` and `value.L`: `[n_tokens, Hkv, D]`, keys unrotated (after a model's own key norm, at position
-            0), with `key.L.scale` and `value.L.scale` beside them where `numbers` needs them; in a format of low rank
+            0), with `key.L.scale` and `value.L.scale` beside them where `kv_dtype` needs them; in a format of low rank
             `[n_tokens, m]`, with `key.L.basis` and `value.L.basis` `[m, Hkv, D]`. `ranking`: `[n_layers, n_tokens]`
             int32, token indices by falling importance, see `ingestion.prefill`. Stored blocks may raise `CorruptEntry`
             or `OSError` on access.
@@ -200,7 +200,7 @@ class ChunkKV:
     n_tokens: int
     n_layers: int
     dtype: torch.dtype
-    numbers: str
+    kv_dtype: str
     expires: float | None
     blocks: Blocks
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -273,11 +273,11 @@ class ChunkKV:
 
     def names(self) -> list[str]:
         """Return the block names in the order they are stored."""
-        return block_names(self.n_layers, self.numbers, self.extras)
+        return block_names(self.n_layers, self.kv_dtype, self.extras)
 
     def layer_names(self, layer: int) -> list[str]:
         """Return the names of a layer's blocks."""
-        return _layer_names(layer, self.numbers)
+        return _layer_names(layer, self.kv_dtype)
 
     def copied(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> ChunkKV:
         """Return a copy in memory, with every block read and checked.
@@ -291,9 +291,9 @@ class ChunkKV:
         blocks = {name: self.blocks[name] for name in self.names()}
         return replace(self, blocks=SlabBlocks.copy_of(blocks, self.n_layers, device=device, pinned=pinned))
 
-    def with_blocks(self, tensors: dict[str, Tensor], numbers: str) -> ChunkKV:
+    def with_blocks(self, tensors: dict[str, Tensor], kv_dtype: str) -> ChunkKV:
         """Return the same chunk with other blocks."""
-        return replace(self, numbers=numbers, blocks=TensorBlocks(tensors))
+        return replace(self, kv_dtype=kv_dtype, blocks=TensorBlocks(tensors))
 
     def with_expiry(self, expires: float | None) -> ChunkKV:
         """Return the same chunk with an expiry in unix time, unless it has one already."""
@@ -321,7 +321,7 @@ class ChunkKV:
     def _dequantized(self, name: str, start: int, stop: int) -> Tensor:
         whole = start == 0 and stop == self.n_tokens
         block = self.blocks[name] if whole else self.blocks.rows(name, start, stop)
-        side = side_block(self.numbers)
+        side = side_block(self.kv_dtype)
         if side == "basis":
             block = multiply_factors(block, self.blocks[f"{name}.basis"], self.dtype)
         elif side == "scale":
@@ -357,48 +357,48 @@ def check_notes(notes: Mapping[str, Any], extras: Sequence[str]) -> None:
         raise ValueError(f"invalid notes: {error}") from error
 
 
-def block_names(n_layers: int, numbers: str, extras: tuple[str, ...] = ()) -> list[str]:
+def block_names(n_layers: int, kv_dtype: str, extras: tuple[str, ...] = ()) -> list[str]:
     """Return the names of a chunk's blocks in the order they are stored."""
-    return [RANKING, *extras, *(name for layer in range(n_layers) for name in _layer_names(layer, numbers))]
+    return [RANKING, *extras, *(name for layer in range(n_layers) for name in _layer_names(layer, kv_dtype))]
 
 
-def _layer_names(layer: int, numbers: str) -> list[str]:
-    side = side_block(numbers)
+def _layer_names(layer: int, kv_dtype: str) -> list[str]:
+    side = side_block(kv_dtype)
     names = [f"{kind}.{layer}" for kind in KINDS]
     return names if side is None else [block for name in names for block in (f"{name}.{side}", name)]
 
 
-def to_format(chunk: ChunkKV, numbers: str) -> ChunkKV:
+def to_format(chunk: ChunkKV, kv_dtype: str) -> ChunkKV:
     """Return a chunk with its keys and values written in another format.
 
     Args:
         chunk: in any format; lost precision does not come back.
-        numbers: one of `FORMATS`. Low rank loses most of a whole cache, and little of a difference between caches.
+        kv_dtype: one of `FORMATS`. Low rank loses most of a whole cache, and little of a difference between caches.
 
     Raises:
         ValueError: if there is no such format.
     """
-    if numbers not in RANKS:
-        check_numbers(numbers)
-    if chunk.numbers == numbers:
+    if kv_dtype not in RANKS:
+        check_kv_dtype(kv_dtype)
+    if chunk.kv_dtype == kv_dtype:
         return chunk
     tensors = {name: chunk.blocks[name] for name in ("ranking", *chunk.extras)}
     for layer in range(chunk.n_layers):
         for kind, block in zip(("key", "value"), chunk.layer(layer), strict=True):
             tokens = (block.cpu() if block.device.type == "mps" else block).transpose(0, 1)  # has no fp8 and float64
-            if numbers == LOSSLESS:
+            if kv_dtype == LOSSLESS:
                 tensors[f"{kind}.{layer}"] = tokens.contiguous()
-            elif numbers in RANKS:
-                tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.basis"] = factorize(tokens, numbers)
+            elif kv_dtype in RANKS:
+                tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.basis"] = factorize(tokens, kv_dtype)
             else:
-                quantized, scale = quantize(tokens, numbers, over=0 if kind == "key" else 2)
+                quantized, scale = quantize(tokens, kv_dtype, over=0 if kind == "key" else 2)
                 tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.scale"] = quantized, scale
-    return chunk.with_blocks(tensors, numbers)
+    return chunk.with_blocks(tensors, kv_dtype)
 
 
-def to_store_format(chunk: ChunkKV, numbers: str) -> ChunkKV:
+def to_store_format(chunk: ChunkKV, kv_dtype: str) -> ChunkKV:
     """Return a chunk as a store of this format keeps it: only lossless chunks are converted."""
-    return to_format(chunk, numbers) if chunk.numbers == LOSSLESS else chunk
+    return to_format(chunk, kv_dtype) if chunk.kv_dtype == LOSSLESS else chunk
 
 
 class SlicedBlocks(Blocks):

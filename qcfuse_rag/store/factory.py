@@ -20,7 +20,7 @@ from qcfuse_rag.store.entry.encryption import (
 )
 from qcfuse_rag.store.quantization import LOSSLESS
 
-KEPT_NUMBERS = "int8"
+DEFAULT_KV_DTYPE = "int8"
 """Default format of entries on disks and servers: a quarter of float32's bytes and half of bfloat16's."""
 
 
@@ -29,7 +29,7 @@ def open_store(  # noqa: PLR0913 keyword arguments of the entry point
     *,
     disk_bytes: int | None = None,
     memory_bytes: int = 2 << 30,
-    numbers: str | None = None,
+    kv_dtype: str | None = None,
     eviction: str | None = None,
     ttl_s: float | None = None,
     secret: bytes | None = None,
@@ -44,7 +44,7 @@ def open_store(  # noqa: PLR0913 keyword arguments of the entry point
         folder: of the disk tier; None keeps chunks in memory only, until the process ends.
         disk_bytes: most bytes the folder may take; 64 GiB if never given.
         memory_bytes: most bytes the memory tier may take.
-        numbers: format of new entries, `model`, `int8` or `fp8`; see `store.quantization`. A new folder or remote gets
+        kv_dtype: format of new entries, `model`, `int8` or `fp8`; see `store.quantization`. A new folder or remote gets
             `int8`, and a store in memory alone the model's own.
         eviction: policy on disk, `cost`, `lru` or `lfu`; see `store.backends.base`.
         ttl_s: seconds after which new entries expire.
@@ -69,23 +69,23 @@ def open_store(  # noqa: PLR0913 keyword arguments of the entry point
     blobs = open_blobs(remote) if remote else None  # first: the folder keeps the URL
     disk: DiskStore | None = None
     if folder is not None:
-        if numbers is None and read_settings(Path(folder).expanduser()) is None:
-            numbers = KEPT_NUMBERS
+        if kv_dtype is None and read_settings(Path(folder).expanduser()) is None:
+            kv_dtype = DEFAULT_KV_DTYPE
         disk = DiskStore(
-            folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, cipher=cipher, remote=remote
+            folder, disk_bytes, kv_dtype=kv_dtype, eviction=eviction, ttl_s=ttl_s, cipher=cipher, remote=remote
         )
-        numbers, ttl_s = disk.numbers, disk.ttl_s  # the settings kept in the folder hold for the other tiers too
+        kv_dtype, ttl_s = disk.kv_dtype, disk.ttl_s  # the settings kept in the folder hold for the other tiers too
         if remote is None and disk.settings.remote:
             try:
                 blobs = open_blobs(disk.settings.remote)
             except StoreError:
                 disk.close()
                 raise
-    numbers = numbers or (LOSSLESS if blobs is None else KEPT_NUMBERS)
-    store: KVStore = MemoryStore(memory_bytes, numbers=numbers, ttl_s=ttl_s)
+    kv_dtype = kv_dtype or (LOSSLESS if blobs is None else DEFAULT_KV_DTYPE)
+    store: KVStore = MemoryStore(memory_bytes, kv_dtype=kv_dtype, ttl_s=ttl_s)
     far: KVStore | None = disk
     if blobs is not None:
-        far = RemoteStore(blobs, numbers=numbers, ttl_s=ttl_s, cipher=cipher)
+        far = RemoteStore(blobs, kv_dtype=kv_dtype, ttl_s=ttl_s, cipher=cipher)
         if disk is not None:
             far = TieredStore(disk, far, write_behind_bytes=write_behind_bytes, near_suffices=True)
             write_behind_bytes = 0  # only the slowest tier is written later

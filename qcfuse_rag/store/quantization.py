@@ -18,24 +18,24 @@ RANKS = {f"rank{rank}": rank for rank in (4, 8, 16, 32, 64)}
 """Formats with so many directions a layer, for keys and for values."""
 
 
-def effective_rank(numbers: str, tokens: int, channels: int) -> int:
+def effective_rank(kv_dtype: str, tokens: int, channels: int) -> int:
     """Return a format's rank for a matrix of so many tokens and channels (of all heads together)."""
-    return min(RANKS[numbers], tokens, channels)
+    return min(RANKS[kv_dtype], tokens, channels)
 
 
-def factorize(tokens: Tensor, numbers: str) -> tuple[Tensor, Tensor]:
+def factorize(tokens: Tensor, kv_dtype: str) -> tuple[Tensor, Tensor]:
     """Return the best approximation of a matrix by a product of its format's rank (Eckart and Young, 1936).
 
     Args:
         tokens: `[n, H, D]`, any float dtype.
-        numbers: one of `RANKS`.
+        kv_dtype: one of `RANKS`.
 
     Returns:
         `[n, m]` and `[m, H, D]` in the dtype of `tokens`; the directions of one of them are orthonormal.
     """
     n, heads, channels = tokens.shape
     wide = tokens.reshape(n, heads * channels).to(torch.float64)
-    m = effective_rank(numbers, n, heads * channels)
+    m = effective_rank(kv_dtype, n, heads * channels)
     # Eigenvectors of the smaller Gram matrix are singular vectors, at a fraction of the cost of a whole SVD.
     if n <= heads * channels:
         left = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -m:]
@@ -74,10 +74,10 @@ FORMATS = (*STORE_FORMATS, *RANKS)
 """Formats an entry can have."""
 
 
-def check_numbers(numbers: str) -> None:
+def check_kv_dtype(kv_dtype: str) -> None:
     """Raise `ValueError` unless this is a format that a store can be told to write."""
-    if numbers not in STORE_FORMATS:
-        raise ValueError(f"there is no format of numbers {numbers!r}; there are {', '.join(STORE_FORMATS)}")
+    if kv_dtype not in STORE_FORMATS:
+        raise ValueError(f"there is no kv_dtype {kv_dtype!r}; there are {', '.join(STORE_FORMATS)}")
 
 
 def check_rank(rank: int) -> str:
@@ -87,25 +87,25 @@ def check_rank(rank: int) -> str:
     return f"rank{rank}"
 
 
-def side_block(numbers: str) -> Literal["scale", "basis"] | None:
+def side_block(kv_dtype: str) -> Literal["scale", "basis"] | None:
     """Return the kind of block that a format stores beside each block of keys or values, or None."""
-    if numbers == LOSSLESS:
+    if kv_dtype == LOSSLESS:
         return None
-    return "basis" if numbers in RANKS else "scale"
+    return "basis" if kv_dtype in RANKS else "scale"
 
 
-def quantize(tokens: Tensor, numbers: str, *, over: int) -> tuple[Tensor, Tensor]:
+def quantize(tokens: Tensor, kv_dtype: str, *, over: int) -> tuple[Tensor, Tensor]:
     """Write numbers in one byte each, with shared scales.
 
     Args:
         tokens: `[n, H, D]`, any float dtype.
-        numbers: `int8` or `fp8`.
+        kv_dtype: `int8` or `fp8`.
         over: dimension whose numbers share a scale: 0 for one scale a channel, 2 for one a token.
 
     Returns:
         `[n, H, D]` in the one-byte dtype, and float32 scales `[1, H, D]` or `[n, H, 1]`.
     """
-    dtype, largest = ONE_BYTE_FORMATS[numbers]
+    dtype, largest = ONE_BYTE_FORMATS[kv_dtype]
     wide = tokens.to(torch.float32)
     scale = wide.abs().amax(over, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * largest) / largest
     scaled = wide / scale

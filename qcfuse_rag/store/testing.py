@@ -53,7 +53,7 @@ def assert_same(chunk: ChunkKV | Miss, expected: ChunkKV) -> None:
     """Assert that a store returned exactly the chunk it was given, bit for bit."""
     assert isinstance(chunk, ChunkKV), f"expected a chunk, got {chunk}"
     assert (chunk.n_tokens, chunk.n_layers) == (expected.n_tokens, expected.n_layers)
-    assert (chunk.dtype, chunk.numbers) == (expected.dtype, expected.numbers)
+    assert (chunk.dtype, chunk.kv_dtype) == (expected.dtype, expected.kv_dtype)
     assert (dict(chunk.notes), chunk.extras) == (expected.notes, expected.extras)
     assert chunk.names() == expected.names()
     for name in expected.names():
@@ -90,11 +90,11 @@ class KVStoreTests:
             extremes = torch.tensor([-0.0, limits.smallest_normal, limits.max, limits.min], dtype=dtype)
             chunk.blocks["value.1"][2, 1] = extremes
             store.put(example_key(number), chunk)
-            assert_same(store.get(example_key(number)), to_format(chunk, store.numbers))
+            assert_same(store.get(example_key(number)), to_format(chunk, store.kv_dtype))
 
     def test_a_quantized_chunk_stays_as_it_is(self, store: KVStore) -> None:
-        for number, numbers in enumerate(ONE_BYTE_FORMATS):
-            quantized = to_format(example_chunk(number), numbers)
+        for number, kv_dtype in enumerate(ONE_BYTE_FORMATS):
+            quantized = to_format(example_chunk(number), kv_dtype)
             store.put(example_key(number), quantized)
             assert_same(store.get(example_key(number)), quantized)
 
@@ -174,7 +174,7 @@ class KVStoreTests:
         assert sorted(e.address for e in entries) == sorted(store.address(example_key(number)) for number in range(3))
         for entry in entries:
             assert entry.size_bytes >= 5 * 2 * (8 + 4) * 3  # a byte a number at least
-            assert entry.numbers in (None, store.numbers)
+            assert entry.kv_dtype in (None, store.kv_dtype)
             assert entry.saved_ms in (None, 12.5)
             assert entry.uses is None or entry.uses > 0
             assert entry.used is None or abs(entry.used - time.time()) < 3600
@@ -328,4 +328,4 @@ class KVStoreTests:
     @staticmethod
     def _expected(store: KVStore, number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = torch.float32) -> ChunkKV:
         """Return an example in the store's format."""
-        return to_format(example_chunk(number, n_tokens=n_tokens, dtype=dtype), store.numbers)
+        return to_format(example_chunk(number, n_tokens=n_tokens, dtype=dtype), store.kv_dtype)

@@ -254,7 +254,7 @@ class References:
         return comparisons
 
     def _new_store(self) -> MemoryStore:
-        return MemoryStore(UNLIMITED, numbers=self._engine.store.numbers)
+        return MemoryStore(UNLIMITED, kv_dtype=self._engine.store.kv_dtype)
 
     def _prefill(self, reference: Reference, method: Method) -> Prefilled:
         """Warm the case's passages where they are not stored, and prefill its prompt."""

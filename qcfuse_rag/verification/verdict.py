@@ -199,7 +199,7 @@ def method_digest(lm: LanguageModel, store: KVStore, method: Method) -> str:
     if isinstance(method.budget, VerifiedRatio):
         method = replace(method, budget=VerifiedRatio(0.0))
     found = method.probe.found(lm, store.folder) if isinstance(method.probe, ReadsFolder) else ()
-    return digest(f"{method.unguarded!r} {found} {store.numbers}".encode())
+    return digest(f"{method.unguarded!r} {found} {store.kv_dtype}".encode())
 
 
 def _path(folder: Path, fingerprint: str, method: str) -> Path:

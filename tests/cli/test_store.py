@@ -127,7 +127,7 @@ def test_compress(run: Run, folder: Path) -> None:
     everything = run.json("store", "compress", "--store", folder)
     assert (everything["done"], everything["unchanged"]) == (2, 2)
     with DiskStore(folder) as store:
-        assert {entry.numbers for entry in store.entries()} == {"int8"}
+        assert {entry.kv_dtype for entry in store.entries()} == {"int8"}
 
 
 def at_a_remote(bucket: Path) -> set[str]:
@@ -260,8 +260,8 @@ def test_what_destroys_must_be_meant(run: Run, folder: Path) -> None:
         (["pin"], "name entries by address, or a document with --source"),
         (["pin", "--source", "lamps"], "no document 'lamps' in the store"),
         (["move"], "name the remote with --to or with --from"),
-        (["compress", "--numbers", "int4"], "no format of numbers 'int4'; there are model, int8, fp8"),
-        (["compress", "--numbers", "model"], "lost precision does not come back"),
+        (["compress", "--kv-dtype", "int4"], "no kv_dtype 'int4'; there are model, int8, fp8"),
+        (["compress", "--kv-dtype", "model"], "lost precision does not come back"),
     ],
 )
 def test_errors_are_one_line(run: Run, folder: Path, arguments: list[str], message: str) -> None:

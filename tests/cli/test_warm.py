@@ -36,9 +36,9 @@ def test_a_plan_says_bytes_and_seconds_and_changes_nothing(
     size = run.json("store", "stats", "--store", tmp_path / "s")["size_bytes"]
     passages = 3 / 4  # of four entries; the plan leaves out the system prefix's
     assert 0.7 * passages * size < plan["size_bytes"] < size
-    wide = run.json("warm", "plan", *options, "--numbers", "model", "--limit-gb", 0.000001)
+    wide = run.json("warm", "plan", *options, "--kv-dtype", "model", "--limit-gb", 0.000001)
     assert (wide["present"], wide["to_warm"], wide["left_out"]) == (3, 0, 0)
-    assert run.json("store", "stats", "--store", tmp_path / "s")["settings"]["numbers"] == "int8"
+    assert run.json("store", "stats", "--store", tmp_path / "s")["settings"]["kv_dtype"] == "int8"
     assert "would take" in run.text("warm", "plan", *options)
 
 
@@ -351,7 +351,7 @@ def test_documents_with_a_tag_shape_only_what_their_readers_read(
 def test_a_plan_for_a_format_that_there_is_not_is_refused(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:
-    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--numbers", "int9")
+    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--kv-dtype", "int9")
     for command in ("plan", "run"):
         code, _, err = run("warm", command, *options)
-        assert (code, "there is no format of numbers 'int9'" in " ".join(err.split())) == (1, True)
+        assert (code, "there is no kv_dtype 'int9'" in " ".join(err.split())) == (1, True)

@@ -138,6 +138,7 @@ def test_its_manifest_is_read(old_engine: FusionEngine, tmp_path: Path) -> None:
 def test_it_is_whole(old_engine: FusionEngine) -> None:
     """Its index knows every file, and every block matches its checksum."""
     assert isinstance(old_engine.store, DiskStore)
+    assert old_engine.store.notes == [], "the index was read, not made anew"
     report = fsck(old_engine.store)
     assert report.clean
     assert (report.checked, report.sound) == (ENTRIES, ENTRIES)

@@ -254,7 +254,7 @@ class TestExactTokens:
 
 
 def test_a_quantized_passage_is_not_exact(llama: LanguageModel, tmp_path: object) -> None:
-    with make_engine(llama, open_store(str(tmp_path), numbers="int8")) as engine:
+    with make_engine(llama, open_store(str(tmp_path), kv_dtype="int8")) as engine:
         engine.warm(PASSAGES, bases=(FRAMED,))
         prompt = engine.prompt(QUESTION, PASSAGES)
         prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=1)

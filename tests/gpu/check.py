@@ -189,7 +189,7 @@ def loading(check: Check) -> dict[str, Any]:
             here = check.runner_over(tier.store)
             costs = here.costs()
             rate = lm.kv_bytes_per_token / costs.load_s if costs.load_s else None
-            name = f"{tier.name}, {tier.numbers}"
+            name = f"{tier.name}, {tier.kv_dtype}"
             found[name] = {"bytes of the model's dtype a second": rate, "costs": asdict(costs)}
             for prompt in prompts:
                 estimate = plan_lookups(lm, tier.store, prompt, method).estimate
@@ -211,7 +211,7 @@ def prefetching(check: Check) -> dict[str, Any]:
     context, chunk = 10240, 512
     prompt, answers = random_prompt(lm, context, chunk, torch.Generator().manual_seed(2)), []
     with TemporaryDirectory() as folder:
-        with DiskStore(folder, UNLIMITED, numbers="int8") as disk:
+        with DiskStore(folder, UNLIMITED, kv_dtype="int8") as disk:
             fill(lm, [disk], prompt, [method])
         with open_store(folder) as store:
             runner, began = check.runner_over(store), time.perf_counter()
@@ -241,7 +241,7 @@ def speed(check: Check) -> dict[str, Any]:
         context=",".join(map(str, check.contexts)),
         methods=",".join(METHODS),
         tiers="pinned,device",
-        numbers="model,int8",
+        kv_dtype="model,int8",
         repeats=3,
         requests="1,8",
     )

@@ -112,14 +112,14 @@ def test_what_waits_for_the_device_is_not_recorded_and_does_no_harm() -> None:
     assert result.tolist() == [6] * 4
 
 
-@pytest.mark.parametrize("numbers", ["model", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
 @pytest.mark.parametrize("held", [{}, {"pinned": True}, {"device": "cuda"}], ids=["memory", "pinned", "device"])
 def test_loading_beside_a_pass_gives_what_loading_first_gives(
-    numbers: str, held: dict[str, Any], tokenizer: PreTrainedTokenizerFast
+    kv_dtype: str, held: dict[str, Any], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     lm = LanguageModel.wrap(build_model("llama").to("cuda", torch.float16), tokenizer)
     store = MemoryStore(**held)
-    store.numbers = numbers
+    store.kv_dtype = kv_dtype
     engine = make_engine(lm, store)
     engine.warm(PASSAGES, bases=(FRAMED,))
     prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("prophetkv", ratio=0.3, base=FRAMED)

@@ -38,12 +38,12 @@ class TestPinnedMemory(KVStoreTests):
         assert found.blocks["key.0"].is_pinned()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("numbers", ["model", "int8", "fp8"])
-def test_answers_do_not_depend_on_the_tier(numbers: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.parametrize("kv_dtype", ["model", "int8", "fp8"])
+def test_answers_do_not_depend_on_the_tier(kv_dtype: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     lm = LanguageModel.wrap(build_model("llama").to("cuda"), tokenizer)
-    with DiskStore(tmp_path, numbers=numbers) as disk:
-        host = TieredStore(MemoryStore(pinned=True, numbers=numbers), disk)
-        device = TieredStore(MemoryStore(device="cuda:0", numbers=numbers), host)
+    with DiskStore(tmp_path, kv_dtype=kv_dtype) as disk:
+        host = TieredStore(MemoryStore(pinned=True, kv_dtype=kv_dtype), disk)
+        device = TieredStore(MemoryStore(device="cuda:0", kv_dtype=kv_dtype), host)
         engines = [make_engine(lm, store) for store in (disk, host, device)]
         engines[2].warm(PASSAGES)
         prompt = engines[0].prompt(QUESTION, PASSAGES)

@@ -79,15 +79,15 @@ def test_a_plan_of_an_empty_store_does_not_store_the_system_prefix(engine: Fusio
     assert engine.store.stats()[0].entries == 0
 
 
-@pytest.mark.parametrize("numbers", ["model", "int8", "fp8"])
-def test_entries_take_what_was_estimated(llama: LanguageModel, tmp_path: Path, numbers: str) -> None:
-    store = DiskStore(tmp_path, numbers=numbers)
+@pytest.mark.parametrize("kv_dtype", ["model", "int8", "fp8"])
+def test_entries_take_what_was_estimated(llama: LanguageModel, tmp_path: Path, kv_dtype: str) -> None:
+    store = DiskStore(tmp_path, kv_dtype=kv_dtype)
     engine = make_engine(llama, store)
     engine.warm(MANY)
     sizes = {entry.address: entry.size_bytes for entry in store.entries()}
     for ids in ids_of(engine, MANY):
         [key] = engine.corpus.keys(ids, [FRAMED])
-        estimated = entry_bytes(llama.shapes, llama.dtype, numbers, len(ids))
+        estimated = entry_bytes(llama.shapes, llama.dtype, kv_dtype, len(ids))
         assert -4096 <= sizes[key.address] - estimated <= 4096
 
 
@@ -170,7 +170,7 @@ def test_the_time_of_the_prefill_is_stored_as_the_saving_of_a_use(engine: Fusion
 
 def test_quantized_stores_do_not_prefill_behind_a_quantized_system_prefix(llama: LanguageModel) -> None:
     """Otherwise a chunk's bytes would depend on whether the prefix had been stored before."""
-    once, twice = (make_engine(llama, MemoryStore(numbers="int8")) for _ in range(2))
+    once, twice = (make_engine(llama, MemoryStore(kv_dtype="int8")) for _ in range(2))
     once.warm(MANY[:2], batch_tokens=1)
     twice.warm(MANY[:1], batch_tokens=1)
     twice.warm(MANY[:2], batch_tokens=1)
@@ -322,9 +322,9 @@ def test_the_number_of_vectors_must_be_the_number_of_passages(engine: FusionEngi
         engine.warm(MANY[:2], bases=(ENRICHED,), vectors=np.eye(2, dtype=np.float32), others=[MANY[2]])
 
 
-@pytest.mark.parametrize("numbers", ["model", "int8"])
-def test_bytes_are_counted_in_the_stores_format(llama: LanguageModel, numbers: str) -> None:
-    engine = make_engine(llama, MemoryStore(numbers=numbers))
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_bytes_are_counted_in_the_stores_format(llama: LanguageModel, kv_dtype: str) -> None:
+    engine = make_engine(llama, MemoryStore(kv_dtype=kv_dtype))
     summary = engine.warm(PASSAGES, bases=[BLIND])
     keys = [BLIND.key(llama.fingerprint, (), ids) for ids in ids_of(engine, PASSAGES)]
     stored = {entry.address: entry.size_bytes for entry in engine.store.entries()}

@@ -270,9 +270,9 @@ def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine:
     framed = engine.store.get(FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, ids))
     assert isinstance(framed, ChunkKV)
     [captured] = slots_of(engine, PASSAGES[2])
-    for kind, numbers in (("difference", "model"), ("patch", "rank64")):
+    for kind, kv_dtype in (("difference", "model"), ("patch", "rank64")):
         [kept] = slots_of(engine, PASSAGES[2], kind)  # type: ignore[arg-type]
-        assert (kept.chunk.numbers, kept.context, kept.chunk.extras) == (numbers, captured.context, ("inter",))
+        assert (kept.chunk.kv_dtype, kept.context, kept.chunk.extras) == (kv_dtype, captured.context, ("inter",))
         assert fact(kept.chunk, "cci") == fact(captured.chunk, "cci")
         for layer in range(engine.lm.n_layers):
             for own, other, whole in zip(

@@ -86,11 +86,11 @@ def test_distance_counts_missing_new_and_reordered_chunks() -> None:
 
 
 def test_a_sum_equals_the_sum_of_its_parts_whole_and_in_ranges_in_every_number_format() -> None:
-    for numbers in ("model", "int8"):
-        chunk = to_format(example_chunk(1, n_tokens=30), numbers)
+    for kv_dtype in ("model", "int8"):
+        chunk = to_format(example_chunk(1, n_tokens=30), kv_dtype)
         patch = to_format(example_chunk(2, n_tokens=30), "rank4")
         total = add_differences(chunk, [(0.25, patch), (2.0, example_chunk(3, n_tokens=30))], first_layer=1)
-        assert total.numbers == "model"
+        assert total.kv_dtype == "model"
         assert total.names() == example_chunk().names()
         assert torch.equal(total.blocks["ranking"], chunk.blocks["ranking"])
         for layer in range(3):

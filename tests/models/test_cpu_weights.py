@@ -20,7 +20,7 @@ from qcfuse_rag.models.cpu_weights import (
     WORTH,
     Float16Linear,
     answer_seconds,
-    chosen_cpu_numbers,
+    fastest_cpu_format,
     multiplies_bfloat16,
     multiplies_float16_weights,
     pack_float16,
@@ -46,8 +46,8 @@ def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def give(patch: pytest.MonkeyPatch, seconds: dict[str, float] | None, *, bfloat16: bool, float16: bool) -> None:
     """Let the CPU multiply such numbers or not, and an answer take these seconds; None fails if asked."""
 
-    def measured(numbers: str) -> float:
-        return pytest.fail("measured") if seconds is None else seconds[numbers]
+    def measured(name: str) -> float:
+        return pytest.fail("measured") if seconds is None else seconds[name]
 
     patch.setattr(cpu_weights, "multiplies_bfloat16", lambda: bfloat16)
     patch.setattr(cpu_weights, "multiplies_float16_weights", lambda: float16)
@@ -56,7 +56,7 @@ def give(patch: pytest.MonkeyPatch, seconds: dict[str, float] | None, *, bfloat1
 
 def test_nothing_is_measured_where_there_is_no_choice(monkeypatch: pytest.MonkeyPatch, assets: Path) -> None:
     give(monkeypatch, None, bfloat16=False, float16=False)
-    assert chosen_cpu_numbers() == "float32"
+    assert fastest_cpu_format() == "float32"
     assert not assets.exists()
 
 
@@ -85,37 +85,37 @@ def test_the_measurement_decides_once(
     faster: dict[str, float], bfloat16: bool, expected: str, monkeypatch: pytest.MonkeyPatch, assets: Path
 ) -> None:
     give(monkeypatch, ALL_SLOW | faster, bfloat16=bfloat16, float16=True)
-    assert chosen_cpu_numbers() == expected
+    assert fastest_cpu_format() == expected
     give(monkeypatch, None, bfloat16=bfloat16, float16=True)
-    assert chosen_cpu_numbers() == expected
+    assert fastest_cpu_format() == expected
     (file,) = assets.rglob("dtype.json")
     file.write_text('{"dtype": "int4"}')
     give(monkeypatch, ALL_SLOW, bfloat16=True, float16=True)
-    assert chosen_cpu_numbers() == "float32", "a damaged file is measured again"
+    assert fastest_cpu_format() == "float32", "a damaged file is measured again"
 
 
 def test_another_processor_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     give(monkeypatch, ALL_SLOW | {"bfloat16": 0.1}, bfloat16=True, float16=True)
-    assert chosen_cpu_numbers() == "bfloat16"
+    assert fastest_cpu_format() == "bfloat16"
     monkeypatch.setattr(cpu_weights, "processor_name", lambda: "another")
     give(monkeypatch, ALL_SLOW, bfloat16=True, float16=True)
-    assert chosen_cpu_numbers() == "float32"
+    assert fastest_cpu_format() == "float32"
 
 
 def test_the_environment_names_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     give(monkeypatch, None, bfloat16=True, float16=True)
     monkeypatch.setenv(SWITCH, "float32")
-    assert chosen_cpu_numbers() == "float32"
+    assert fastest_cpu_format() == "float32"
     monkeypatch.setenv(SWITCH, "float8")
     with pytest.raises(ValueError, match=f"{SWITCH} must be bfloat16, float16, float32, got 'float8'"):
-        chosen_cpu_numbers()
+        fastest_cpu_format()
 
 
-@pytest.mark.parametrize("numbers", ["bfloat16", "float32", pytest.param("float16", marks=with_products)])
-def test_an_answer_of_each_is_measured(monkeypatch: pytest.MonkeyPatch, numbers: str) -> None:
+@pytest.mark.parametrize("name", ["bfloat16", "float32", pytest.param("float16", marks=with_products)])
+def test_an_answer_of_each_is_measured(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(cpu_weights, "CHANNELS", 64)
     monkeypatch.setattr(cpu_weights, "WIDER", 64)
-    assert answer_seconds(numbers) > 0
+    assert answer_seconds(name) > 0
 
 
 @pytest.mark.parametrize(

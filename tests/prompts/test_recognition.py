@@ -356,16 +356,16 @@ def test_a_manifest_that_cannot_be_read_costs_time_and_is_reported(
     assert str(prefilled.report.fallback).startswith("no passages were looked for: ")
 
 
-@pytest.mark.parametrize(("numbers", "on_disk"), [("model", False), ("int8", True), ("fp8", False), ("rank16", True)])
+@pytest.mark.parametrize(("kv_dtype", "on_disk"), [("model", False), ("int8", True), ("fp8", False), ("rank16", True)])
 def test_a_cut_chunk_is_that_part_of_the_whole(
-    llama: LanguageModel, tmp_path: Path, numbers: str, on_disk: bool
+    llama: LanguageModel, tmp_path: Path, kv_dtype: str, on_disk: bool
 ) -> None:
     engine = make_engine(llama, MemoryStore())
     engine.warm(PASSAGES[:1], bases=(BLIND,))
     [key] = engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[0]), (BLIND,))
     whole = engine.store.get(key)
     assert isinstance(whole, ChunkKV)
-    whole = to_format(whole, numbers)
+    whole = to_format(whole, kv_dtype)
     if on_disk:
         store = DiskStore(tmp_path)
         store.put(key, whole)

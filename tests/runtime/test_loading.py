@@ -89,10 +89,10 @@ def loading_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["reuse", "qcfuse", "cacheblend", "cachecraft", "relaycaching", "auto"])
-@pytest.mark.parametrize("numbers", ["model", "int8"])
-def test_loading_while_computing_gives_what_loading_first_gives(llama: LanguageModel, name: str, numbers: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_loading_while_computing_gives_what_loading_first_gives(llama: LanguageModel, name: str, kv_dtype: str) -> None:
     method = make_method(name, base=FRAMED) if name != "auto" else make_method("auto", guard=False)
-    with MemoryStore(numbers=numbers) as store:
+    with MemoryStore(kv_dtype=kv_dtype) as store:
         engine = FusionEngine(llama, store, method=method)
         engine.warm(PASSAGES)
         prompt = engine.prompt(QUESTION, PASSAGES)

@@ -53,7 +53,7 @@ def engine_on(
 def engines(device: Device, tokenizer: PreTrainedTokenizerFast, *args: Any, **kwargs: Any) -> list[FusionEngine]:
     """Return an engine on the CPU and one on the device, with the same entries in their stores."""
     gpu = engine_on(device, tokenizer, *args, **kwargs)
-    kwargs["store"] = MemoryStore(numbers=gpu.store.numbers)
+    kwargs["store"] = MemoryStore(kv_dtype=gpu.store.kv_dtype)
     cpu = engine_on(None, tokenizer, *args, **kwargs)
     cpu.warm(PASSAGES, bases=(BLIND, FRAMED))
     for entry in cpu.store.entries():
@@ -71,13 +71,13 @@ def assert_same(result: Prefilled, expected: Prefilled) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tier", "numbers", "layers"),
+    ("tier", "kv_dtype", "layers"),
     [("memory", "model", 2), ("pinned", "model", 4), ("device", "model", 4), ("pinned", "int8", 2)],
 )
 def test_stored_chunks_arrive_from_every_tier(
-    tier: str, numbers: str, layers: int, device: Device, tokenizer: PreTrainedTokenizerFast
+    tier: str, kv_dtype: str, layers: int, device: Device, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    cpu, gpu = engines(device, tokenizer, store=MemoryStore(numbers=numbers, **TIERS[tier]), layers=layers)
+    cpu, gpu = engines(device, tokenizer, store=MemoryStore(kv_dtype=kv_dtype, **TIERS[tier]), layers=layers)
     prompt = cpu.prompt(QUESTION, PASSAGES)
     for _ in range(2):  # the second prefill reuses the memory of the first
         assert_same(gpu.prefill(prompt, method=REUSE), cpu.prefill(prompt, method=REUSE))

@@ -50,15 +50,15 @@ def test_an_engine_is_compiled_before_its_first_request(
     assert compiled == ["cuda", "cpu"]
 
 
-@pytest.mark.parametrize("numbers", ["model", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
 def test_page_locked_chunks_are_sent_by_few_copies(
-    numbers: str, device: Device, monkeypatch: pytest.MonkeyPatch
+    kv_dtype: str, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One allocation for each chunk, and one copy for each chunk and each of four groups of its layers."""
     pinned, pin = list[Tensor](), device.pin
     monkeypatch.setattr(device, "pin", lambda tensor: pinned.append(tensor) or pin(tensor))
     n_chunks, n_layers, n_tokens, shape = 5, 36, 2, KVShape(1, 16, 16)
-    store, generator = MemoryStore(pinned=True, numbers=numbers), torch.Generator().manual_seed(0)
+    store, generator = MemoryStore(pinned=True, kv_dtype=kv_dtype), torch.Generator().manual_seed(0)
     for number in range(n_chunks):
         tensors = [torch.randn(1, n_tokens, 16, generator=generator) for _ in range(2 * n_layers)]
         ranking = torch.arange(n_tokens).expand(n_layers, -1)
@@ -79,7 +79,7 @@ def test_page_locked_chunks_are_sent_by_few_copies(
     copies, launches = device.launched["aten::copy_"], device.launched["place"]
     found = loaded(gpu, link)
     assert device.launched["aten::copy_"] - copies == 4 * n_chunks
-    assert device.launched["place"] - launches <= 4 * (1 if numbers == "model" else 2)
+    assert device.launched["place"] - launches <= 4 * (1 if kv_dtype == "model" else 2)
     for side, own in ((found.keys, expected.keys), (found.values, expected.values)):
         assert all(torch.allclose(layer.cpu(), same, atol=1e-6) for layer, same in zip(side, own, strict=True))
 

@@ -32,7 +32,7 @@ def test_only_damaged_entries_are_removed(
 
 
 def test_bytes_after_a_move_are_in_the_targets_format() -> None:
-    source, target = MemoryStore(), MemoryStore(numbers="int8")
+    source, target = MemoryStore(), MemoryStore(kv_dtype="int8")
     source.put(example_key(), example_chunk())
     report = move(source, target)
     assert report.bytes_after == target.stats()[0].size_bytes < report.bytes_before

@@ -17,7 +17,7 @@ from qcfuse_rag.store.quantization import (
     ONE_BYTE_FORMATS,
     RANKS,
     STORE_FORMATS,
-    check_numbers,
+    check_kv_dtype,
     check_rank,
     dequantize,
     factorize,
@@ -33,19 +33,19 @@ ROUNDING = 1 + 1e-5
 """Scales and products are float32 numbers themselves."""
 
 
-def allowed(original: torch.Tensor, scale: torch.Tensor, numbers: str) -> torch.Tensor:
+def allowed(original: torch.Tensor, scale: torch.Tensor, kv_dtype: str) -> torch.Tensor:
     """Return how far a number may be off: half a step."""
-    if numbers == "int8":
+    if kv_dtype == "int8":
         return (scale / 2).expand_as(original) * ROUNDING
     # fp8 has three bits behind the leading one, and steps of 2**-9 below its smallest normal number, 2**-6
     return torch.maximum(original.abs() / 16, scale * 2.0**-10) * ROUNDING
 
 
-def errors(original: torch.Tensor, numbers: str, over: int) -> tuple[torch.Tensor, torch.Tensor]:
+def errors(original: torch.Tensor, kv_dtype: str, over: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how far each number is off after having been written, and how far it may be."""
-    quantized, scale = quantize(original, numbers, over=over)
+    quantized, scale = quantize(original, kv_dtype, over=over)
     dequantized = dequantize(quantized, scale, torch.float32)
-    return (dequantized - original).abs(), allowed(original, scale, numbers)
+    return (dequantized - original).abs(), allowed(original, scale, kv_dtype)
 
 
 def tensors(smallest: float = 0.0) -> st.SearchStrategy[torch.Tensor]:
@@ -55,65 +55,65 @@ def tensors(smallest: float = 0.0) -> st.SearchStrategy[torch.Tensor]:
     return shapes.flatmap(lambda shape: arrays(np.float32, shape, elements=sizes)).map(torch.from_numpy)
 
 
-@given(original=tensors(), numbers=st.sampled_from(list(ONE_BYTE_FORMATS)), over=st.sampled_from([CHANNEL, TOKEN]))
+@given(original=tensors(), kv_dtype=st.sampled_from(list(ONE_BYTE_FORMATS)), over=st.sampled_from([CHANNEL, TOKEN]))
 @settings(max_examples=150, deadline=None)
-def test_no_number_is_off_by_more_than_half_a_step(original: torch.Tensor, numbers: str, over: int) -> None:
-    off, bound = errors(original, numbers, over)
+def test_no_number_is_off_by_more_than_half_a_step(original: torch.Tensor, kv_dtype: str, over: int) -> None:
+    off, bound = errors(original, kv_dtype, over)
     assert (off <= bound).all()
 
 
 @pytest.mark.parametrize("over", [CHANNEL, TOKEN])
-@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
-def test_zeros_stay_zeros_beside_other_numbers_and_alone(numbers: str, over: int) -> None:
+@pytest.mark.parametrize("kv_dtype", ONE_BYTE_FORMATS)
+def test_zeros_stay_zeros_beside_other_numbers_and_alone(kv_dtype: str, over: int) -> None:
     original = torch.randn(6, 2, 4)
     original[:, 1, 2] = 0.0
     original[3] = 0.0
-    quantized, scale = quantize(original, numbers, over=over)
+    quantized, scale = quantize(original, kv_dtype, over=over)
     assert torch.isfinite(scale).all()
     assert (scale > 0).all()
     assert (dequantize(quantized, scale, torch.float32)[original == 0.0] == 0.0).all()
     nothing = torch.zeros(6, 2, 4)
-    assert torch.equal(dequantize(*quantize(nothing, numbers, over=over), torch.float32), nothing)
+    assert torch.equal(dequantize(*quantize(nothing, kv_dtype, over=over), torch.float32), nothing)
 
 
-@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
-def test_keys_have_a_scale_a_channel_and_values_one_a_token(numbers: str) -> None:
-    chunk = to_format(example_chunk(), numbers)
+@pytest.mark.parametrize("kv_dtype", ONE_BYTE_FORMATS)
+def test_keys_have_a_scale_a_channel_and_values_one_a_token(kv_dtype: str) -> None:
+    chunk = to_format(example_chunk(), kv_dtype)
     assert chunk.blocks["key.0"].shape == (5, 2, 8)
     assert chunk.blocks["key.0.scale"].shape == (1, 2, 8)
     assert chunk.blocks["value.0"].shape == (5, 2, 4)
     assert chunk.blocks["value.0.scale"].shape == (5, 2, 1)
     kinds = {chunk.blocks[name].dtype for name in chunk.names() if not name.endswith("scale") and name != "ranking"}
-    assert kinds == {ONE_BYTE_FORMATS[numbers][0]}
+    assert kinds == {ONE_BYTE_FORMATS[kv_dtype][0]}
 
 
 @pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.52), (torch.float32, 0.26)], ids=str)
-@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
-def test_a_passage_takes_a_byte_a_number_and_little_more(numbers: str, dtype: torch.dtype, share: float) -> None:
+@pytest.mark.parametrize("kv_dtype", ONE_BYTE_FORMATS)
+def test_a_passage_takes_a_byte_a_number_and_little_more(kv_dtype: str, dtype: torch.dtype, share: float) -> None:
     keys, values = ([torch.randn(4, 256, 128).to(dtype) for _ in range(2)] for _ in range(2))
     chunk = ChunkKV.of(keys, values, torch.arange(256).expand(2, 256))
-    assert 0.49 * share < to_format(chunk, numbers).nbytes / chunk.nbytes < share
+    assert 0.49 * share < to_format(chunk, kv_dtype).nbytes / chunk.nbytes < share
 
 
-@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
-def test_a_store_keeps_quantized_chunks_and_quantizes_the_others(numbers: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ONE_BYTE_FORMATS)
+def test_a_store_keeps_quantized_chunks_and_quantizes_the_others(kv_dtype: str) -> None:
     quantized = to_format(example_chunk(), "int8")
-    assert to_store_format(quantized, numbers) is quantized
+    assert to_store_format(quantized, kv_dtype) is quantized
     assert to_store_format(quantized, LOSSLESS) is quantized
-    assert_same(to_store_format(example_chunk(), numbers), to_format(example_chunk(), numbers))
+    assert_same(to_store_format(example_chunk(), kv_dtype), to_format(example_chunk(), kv_dtype))
 
 
-@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
-def test_the_way_back_gives_the_models_dtype_without_what_was_lost(numbers: str) -> None:
-    chunk = to_format(example_chunk(dtype=torch.float16), numbers)
+@pytest.mark.parametrize("kv_dtype", ONE_BYTE_FORMATS)
+def test_the_way_back_gives_the_models_dtype_without_what_was_lost(kv_dtype: str) -> None:
+    chunk = to_format(example_chunk(dtype=torch.float16), kv_dtype)
     back = to_format(chunk, LOSSLESS)
-    assert (back.numbers, back.blocks["key.0"].dtype) == (LOSSLESS, torch.float16)
+    assert (back.kv_dtype, back.blocks["key.0"].dtype) == (LOSSLESS, torch.float16)
     assert all(torch.equal(first, other) for first, other in zip(back.layer(1), chunk.layer(1), strict=True))
 
 
 def test_a_format_that_does_not_exist_is_refused_by_name() -> None:
-    for refuse in (check_numbers, lambda numbers: to_format(example_chunk(), numbers)):
-        with pytest.raises(ValueError, match="no format of numbers 'int4'; there are model, int8, fp8"):
+    for refuse in (check_kv_dtype, lambda kv_dtype: to_format(example_chunk(), kv_dtype)):
+        with pytest.raises(ValueError, match="no kv_dtype 'int4'; there are model, int8, fp8"):
             refuse("int4")
 
 
@@ -134,14 +134,14 @@ def test_what_is_of_low_rank_comes_back(n_tokens: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(60, 2, 20), (30, 3, 40)], ids=str)
-@pytest.mark.parametrize("numbers", RANKS)
-def test_nothing_of_its_rank_is_nearer(shape: tuple[int, int, int], numbers: str) -> None:
+@pytest.mark.parametrize("kv_dtype", RANKS)
+def test_nothing_of_its_rank_is_nearer(shape: tuple[int, int, int], kv_dtype: str) -> None:
     """Eckart and Young: what is left is what the singular values left out say, which numpy computes by itself."""
     original = torch.randn(shape)
-    off = multiply_factors(*factorize(original, numbers), torch.float32) - original
+    off = multiply_factors(*factorize(original, kv_dtype), torch.float32) - original
     singular = np.linalg.svd(original.reshape(shape[0], -1).numpy().astype(np.float64), compute_uv=False)
     assert float(off.norm()) == pytest.approx(
-        float(np.sqrt((singular[RANKS[numbers] :] ** 2).sum())), rel=1e-4, abs=1e-3
+        float(np.sqrt((singular[RANKS[kv_dtype] :] ** 2).sum())), rel=1e-4, abs=1e-3
     )
 
 
@@ -172,12 +172,12 @@ def test_layers_of_low_rank_come_back_in_the_models_dtype_and_in_ranges(dtype: t
 
 
 def test_no_store_writes_caches_in_low_rank_or_quantizes_a_patch() -> None:
-    with pytest.raises(ValueError, match="no format of numbers 'rank32'; there are model, int8, fp8"):
-        check_numbers("rank32")
+    with pytest.raises(ValueError, match="no kv_dtype 'rank32'; there are model, int8, fp8"):
+        check_kv_dtype("rank32")
     patch = example_patch()
-    for numbers in STORE_FORMATS:
-        assert to_store_format(patch, numbers) is patch
-        assert to_store_format(example_chunk(), numbers).numbers == numbers
+    for kv_dtype in STORE_FORMATS:
+        assert to_store_format(patch, kv_dtype) is patch
+        assert to_store_format(example_chunk(), kv_dtype).kv_dtype == kv_dtype
     assert check_rank(32) == "rank32"
     with pytest.raises(ValueError, match="no format of rank 5; there are 4, 8, 16, 32, 64"):
         check_rank(5)
@@ -185,26 +185,26 @@ def test_no_store_writes_caches_in_low_rank_or_quantizes_a_patch() -> None:
 
 def test_a_format_does_not_change_the_provenance() -> None:
     patch = example_patch(n_tokens=40)
-    for numbers in STORE_FORMATS:
-        other = to_format(patch, numbers)
+    for kv_dtype in STORE_FORMATS:
+        other = to_format(patch, kv_dtype)
         assert (other.notes, other.extras) == (patch.notes, ("inter",))
         assert torch.equal(other.blocks["inter"], patch.blocks["inter"])
 
 
-@pytest.mark.parametrize("numbers", [*STORE_FORMATS, *RANKS])
+@pytest.mark.parametrize("kv_dtype", [*STORE_FORMATS, *RANKS])
 @pytest.mark.parametrize("n_tokens", [20, 300])
-def test_how_many_bytes_an_entry_takes_is_known_before(numbers: str, n_tokens: int) -> None:
+def test_how_many_bytes_an_entry_takes_is_known_before(kv_dtype: str, n_tokens: int) -> None:
     shape = KVShape(2, 40, 24)
     keys, values = ([torch.randn(2, n_tokens, dim) for _ in range(3)] for dim in (40, 24))
-    chunk = to_format(ChunkKV.of(keys, values, torch.arange(n_tokens).expand(3, n_tokens)), numbers)
+    chunk = to_format(ChunkKV.of(keys, values, torch.arange(n_tokens).expand(3, n_tokens)), kv_dtype)
     actual = len(b"".join(encode(example_key(), chunk)))
-    assert abs(entry_bytes([shape] * 3, torch.float32, numbers, n_tokens) - actual) <= 8192
+    assert abs(entry_bytes([shape] * 3, torch.float32, kv_dtype, n_tokens) - actual) <= 8192
 
 
-@given(original=tensors(smallest=2.0**-100), numbers=st.sampled_from(list(ONE_BYTE_FORMATS)))
+@given(original=tensors(smallest=2.0**-100), kv_dtype=st.sampled_from(list(ONE_BYTE_FORMATS)))
 @settings(max_examples=50, deadline=None)
-def test_no_number_changes_its_sign_and_none_grows_beyond_the_largest(original: torch.Tensor, numbers: str) -> None:
-    quantized, scale = quantize(original, numbers, over=CHANNEL)
+def test_no_number_changes_its_sign_and_none_grows_beyond_the_largest(original: torch.Tensor, kv_dtype: str) -> None:
+    quantized, scale = quantize(original, kv_dtype, over=CHANNEL)
     dequantized = dequantize(quantized, scale, torch.float32)
     assert (dequantized * original.sign() >= 0).all()
     assert (dequantized.abs() <= original.abs().amax(CHANNEL, keepdim=True) * ROUNDING).all()

@@ -18,7 +18,7 @@ from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.backends.tiered import TieredStore
 from qcfuse_rag.store.chunk import ChunkKV, to_format
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.factory import KEPT_NUMBERS
+from qcfuse_rag.store.factory import DEFAULT_KV_DTYPE
 from qcfuse_rag.store.quantization import LOSSLESS
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.support.cli import Run
@@ -57,7 +57,7 @@ def open_with_secret(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 def in_the_clear(folder: Path, number: int) -> list[Path]:
     """Return the files that contain a part of a chunk's numbers in the clear, in any format."""
-    chunks = [to_format(example_chunk(number), numbers) for numbers in (LOSSLESS, KEPT_NUMBERS)]
+    chunks = [to_format(example_chunk(number), kv_dtype) for kv_dtype in (LOSSLESS, DEFAULT_KV_DTYPE)]
     parts = [chunk.blocks["key.0"].numpy().tobytes()[:32] for chunk in chunks]
     files = [path for path in folder.rglob("*") if path.is_file()]
     return [path for path in files if any(part in path.read_bytes() for part in parts)]
@@ -66,7 +66,7 @@ def in_the_clear(folder: Path, number: int) -> list[Path]:
 def assert_kept(chunk: ChunkKV | Miss, number: int = 0) -> None:
     """Assert that a store returned a chunk in the format in which the store keeps it."""
     assert isinstance(chunk, ChunkKV), chunk
-    assert_same(chunk, to_format(example_chunk(number), chunk.numbers))
+    assert_same(chunk, to_format(example_chunk(number), chunk.kv_dtype))
 
 
 def forge(folder: Path, tmp_path: Path, *numbers: int) -> None:

@@ -141,7 +141,7 @@ def test_a_tenant_needs_a_secret(tmp_path: Path) -> None:
 
 
 def test_a_tenant_of_an_encrypted_store(tmp_path: Path) -> None:
-    options = {"secret": SECRET, "encrypt": True, "numbers": LOSSLESS}
+    options = {"secret": SECRET, "encrypt": True, "kv_dtype": LOSSLESS}
     with open_store(tmp_path, tenant="alice", **options) as alice:  # type: ignore[arg-type]
         alice.put(KEY, example_chunk())
     with open_store(tmp_path, tenant="alice", **options) as alice:  # type: ignore[arg-type]

@@ -180,12 +180,12 @@ def test_no_tier_keeps_an_entry_longer_than_the_far_one(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(("near", "far"), [("int8", "model"), ("fp8", "model"), ("int8", "fp8")])
 def test_a_near_tier_of_other_digits_than_the_far_one_is_refused(near: str, far: str) -> None:
     with pytest.raises(StoreError, match=f"the near store keeps {near} and the far one {far}"):
-        TieredStore(MemoryStore(numbers=near), MemoryStore(numbers=far))
+        TieredStore(MemoryStore(kv_dtype=near), MemoryStore(kv_dtype=far))
 
 
 @pytest.mark.parametrize("near", ["model", "int8"])
 def test_every_tier_answers_the_same_numbers(near: str) -> None:
-    with TieredStore(MemoryStore(numbers=near), MemoryStore(numbers="int8")) as store:
+    with TieredStore(MemoryStore(kv_dtype=near), MemoryStore(kv_dtype="int8")) as store:
         put(store, 0)
         answers = [store.near.get(KEY), store.far.get(KEY)]
         store.near.clear()
@@ -196,10 +196,10 @@ def test_every_tier_answers_the_same_numbers(near: str) -> None:
             assert all(torch.equal(block, other) for block, other in zip(answer.layer(2), expected, strict=True))
 
 
-def test_a_store_opened_again_keeps_its_numbers_in_memory_too(tmp_path: Path) -> None:
-    open_store(tmp_path, numbers="fp8").close()
+def test_a_store_opened_again_keeps_its_kv_dtype_in_memory_too(tmp_path: Path) -> None:
+    open_store(tmp_path, kv_dtype="fp8").close()
     with open_store(tmp_path) as store:
-        assert [tier.numbers for tier in store.tiers] == ["fp8", "fp8"]
+        assert [tier.kv_dtype for tier in store.tiers] == ["fp8", "fp8"]
 
 
 def test_a_folder_knows_the_remote_behind_it_but_not_its_password(

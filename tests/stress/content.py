@@ -18,9 +18,9 @@ LARGEST_BYTES = 300_000
 
 
 @cache
-def chunk_of(number: int, numbers: str = "model") -> ChunkKV:
-    """Return what is stored under `example_key(number)`, in a format of numbers."""
-    return to_format(example_chunk(number, n_tokens=SIZES[number % len(SIZES)]), numbers)
+def chunk_of(number: int, kv_dtype: str = "model") -> ChunkKV:
+    """Return what is stored under `example_key(number)`, in a number format."""
+    return to_format(example_chunk(number, n_tokens=SIZES[number % len(SIZES)]), kv_dtype)
 
 
 def wrong_bytes(found: ChunkKV, expected: ChunkKV) -> int:

@@ -91,7 +91,7 @@ def recovers(folder: Path, limit: int, expected: dict[ChunkKey, ChunkKV], again:
                 check(found.reason == "absent", f"a chunk is gone: {found.reason}")
             else:
                 tally.reads += 1
-                tally.wrong_bytes += wrong_bytes(found, to_format(chunk, found.numbers))
+                tally.wrong_bytes += wrong_bytes(found, to_format(chunk, found.kv_dtype))
         first, second = fsck(store), fsck(store)
         tally.note("bytes taken back", first.reclaimed_bytes)
         check(not first.damaged, f"damaged: {first.damaged}")
@@ -103,4 +103,4 @@ def recovers(folder: Path, limit: int, expected: dict[ChunkKey, ChunkKV], again:
         store.put(again, expected[again])
         found = store.get(again)
         tally.reads += 1
-        tally.wrong_bytes += wrong_bytes(found, to_format(expected[again], found.numbers))
+        tally.wrong_bytes += wrong_bytes(found, to_format(expected[again], found.kv_dtype))

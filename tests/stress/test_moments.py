@@ -43,16 +43,16 @@ MOMENTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("numbers", ["model", "int8"], ids=["same-size", "other-size"])
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"], ids=["same-size", "other-size"])
 @pytest.mark.parametrize(("deed", "name"), [(deed, name) for deed, names in MOMENTS.items() for name in names])
-def test_death_right_after(deed: str, name: str, numbers: str, tmp_path: Path) -> None:
+def test_death_right_after(deed: str, name: str, kv_dtype: str, tmp_path: Path) -> None:
     """Nothing wrong is read, and the books are right after `fsck`."""
     with DiskStore(tmp_path, LIMIT_BYTES) as store:
         for number in (PUT_ASIDE, OLD, PINNED):
             store.put(example_key(number), chunk_of(number))
         store.discard(example_key(PUT_ASIDE), reason="to see what happens")
         store.pin(example_key(PINNED))
-    assert in_a_child_that_dies_after(StoreFiles, name, lambda: DEEDS[deed](DiskStore(tmp_path, numbers=numbers)))
+    assert in_a_child_that_dies_after(StoreFiles, name, lambda: DEEDS[deed](DiskStore(tmp_path, kv_dtype=kv_dtype)))
     assert sum(size for path, size in files_of(tmp_path).items() if path.suffix != ".json") <= LIMIT_BYTES
     with DiskStore(tmp_path) as store:
         for number in (OLD, PINNED, NEW):
@@ -60,7 +60,7 @@ def test_death_right_after(deed: str, name: str, numbers: str, tmp_path: Path) -
             if isinstance(found, Miss):
                 assert found.reason == "absent"
             else:
-                assert wrong_bytes(found, chunk_of(number, found.numbers)) == 0
+                assert wrong_bytes(found, chunk_of(number, found.kv_dtype)) == 0
         assert not fsck(store).damaged
         assert fsck(store).clean
         sizes = sum(size for path, size in files_of(tmp_path).items() if path.suffix == ".kv")

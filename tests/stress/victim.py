@@ -71,7 +71,7 @@ def churn(folder: Path, limit_bytes: int, seed: int) -> Callable[[Record], None]
         names, weights = list(WEIGHTS), list(WEIGHTS.values())
         while True:
             record.doing("open")
-            with DiskStore(folder, limit_bytes, numbers=rng.choice(("model", "int8"))) as store:
+            with DiskStore(folder, limit_bytes, kv_dtype=rng.choice(("model", "int8"))) as store:
                 for _ in range(rng.randrange(5, 40)):
                     what = rng.choices(names, weights)[0]
                     record.doing(what)
@@ -102,7 +102,7 @@ def _step(store: DiskStore, what: str, number: int, record: Record) -> None:
     elif what == "get":
         found = store.get(key)
         if not isinstance(found, Miss):
-            record.add_wrong(wrong_bytes(found, chunk_of(number, found.numbers)))
+            record.add_wrong(wrong_bytes(found, chunk_of(number, found.kv_dtype)))
     elif what == "discard":
         store.discard(key)
     elif what == "quarantine":

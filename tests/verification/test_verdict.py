@@ -57,7 +57,7 @@ def write_profile(engine: FusionEngine, folder: Path) -> None:
     (folder / PROFILE_FILE).write_text(json.dumps(profile))
 
 
-def test_a_verdict_is_found_again_by_model_method_and_numbers(kept: FusionEngine, tmp_path: Path) -> None:
+def test_a_verdict_is_found_again_by_model_method_and_kv_dtype(kept: FusionEngine, tmp_path: Path) -> None:
     saved = verdict(kept, QCFUSE)
     path = saved.save(str(tmp_path))
     assert json.loads(path.read_text())["passed"] is True
@@ -69,7 +69,7 @@ def test_a_verdict_is_found_again_by_model_method_and_numbers(kept: FusionEngine
     write_profile(kept, tmp_path)
     assert find_verdict(kept.lm, kept.store, QCFUSE) is None
     (tmp_path / PROFILE_FILE).unlink()
-    kept.store.numbers = "int8"
+    kept.store.kv_dtype = "int8"
     assert find_verdict(kept.lm, kept.store, QCFUSE) is None
 
 

@@ -126,7 +126,7 @@ class _CaptureJob:
                     if kind != "variant":
                         chunk = difference_of(chunk, self._framed(ids))
                         chunk = to_format(chunk, self._rank) if kind == "patch" else chunk
-                    chunk = to_store_format(chunk, self._target.store.numbers)
+                    chunk = to_store_format(chunk, self._target.store.kv_dtype)
                     self._put(kind, chunks[: index + 1], chunk, ms_per_token * len(ids))
                     captured, size = captured + 1, size + chunk.nbytes
             except (PromptTooLong, _NotStored) as error:
@@ -139,7 +139,7 @@ class _CaptureJob:
         hashes = tuple(hash_ids(ids) for ids in chunks)
 
         def is_same(slot: Slot, kind: SlotKind, index: int) -> bool:
-            return slot.context == hashes[:index] and (kind != "patch" or slot.chunk.numbers == self._rank)
+            return slot.context == hashes[:index] and (kind != "patch" or slot.chunk.kv_dtype == self._rank)
 
         return [
             (index, kind)

@@ -205,7 +205,7 @@ class SummedBlocks(Blocks):
 
     def __init__(self, chunk: ChunkKV, differences: Sequence[Weighted], first_layer: int) -> None:
         self._chunk, self._differences, self._first_layer = chunk, differences, first_layer
-        self._names = replace(chunk, numbers=LOSSLESS).names()
+        self._names = replace(chunk, kv_dtype=LOSSLESS).names()
 
     def __getitem__(self, name: str) -> Tensor:
         if name.partition(".")[0] not in KINDS:
@@ -234,4 +234,4 @@ class SummedBlocks(Blocks):
 
 def add_differences(chunk: ChunkKV, differences: Sequence[Weighted], *, first_layer: int = 0) -> ChunkKV:
     """Return a cache with weighted differences added from a layer on, layer by layer as it is read."""
-    return replace(chunk, numbers=LOSSLESS, blocks=SummedBlocks(chunk, differences, first_layer))
+    return replace(chunk, kv_dtype=LOSSLESS, blocks=SummedBlocks(chunk, differences, first_layer))

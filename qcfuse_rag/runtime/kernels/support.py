@@ -37,9 +37,9 @@ def supports_kernels(query: Tensor, key_or_value: Tensor) -> bool:
     return len(query) == 1 and kernels_available(query.device, query.dtype, dim)
 
 
-def supports_placement(chunk_numbers: str, device: torch.device) -> bool:
+def supports_placement(kv_dtype: str, device: torch.device) -> bool:
     """Return whether the placement kernel of a device with kernels can read a storage format."""
-    return chunk_numbers != "fp8" or torch.cuda.get_device_capability(device) >= FP8_SINCE
+    return kv_dtype != "fp8" or torch.cuda.get_device_capability(device) >= FP8_SINCE
 
 
 @cache
@@ -136,14 +136,14 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
             table_attention_reference(queries[:, :, :n_rows], buffers, 0, last, params),
         )
     rope = LayerRope(10000.0 ** -(torch.arange(0, dim // 2 * 2, 2, device=device) / dim))
-    for numbers in ("model", "int8"):
+    for kv_dtype in ("model", "int8"):
         stored: list[tuple[Tensor, Tensor | None]] = [(random(TOKENS, KV_HEADS, dim), None) for _ in range(2)]
-        if numbers != "model":
-            stored = [quantize(tensor, numbers, over=2 * side) for side, (tensor, _) in enumerate(stored)]
+        if kv_dtype != "model":
+            stored = [quantize(tensor, kv_dtype, over=2 * side) for side, (tensor, _) in enumerate(stored)]
         placed = torch.zeros(2, 2, 1, KV_HEADS, 2 * TOKENS, dim, dtype=dtype, device=device)
         for sides, place in zip(placed, (place_blocks, place_blocks_reference), strict=True):
             keys_and_values = zip(stored, sides, (rope, None), strict=True)  # placed by the same launch
             place([PlacementBlock(*block, into, TOKENS // 2, rotation) for block, into, rotation in keys_and_values])
         for kind, (result, expected) in zip(("keys", "values"), placed.transpose(0, 1), strict=True):
-            errors[f"place {numbers} {kind}"] = relative_error(result, expected)
+            errors[f"place {kv_dtype} {kind}"] = relative_error(result, expected)
     return errors

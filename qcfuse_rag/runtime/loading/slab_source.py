@@ -120,7 +120,7 @@ def slabs_by_format(
         if (
             isinstance(blocks, SlabBlocks)
             and blocks.layout is not None
-            and supports_placement(loading.chunk.numbers, transfer.device)
+            and supports_placement(loading.chunk.kv_dtype, transfer.device)
             and (blocks.memory.device == transfer.device or blocks.memory.is_pinned())
             and blocks.layout.n_tokens == loading.chunk.n_tokens <= buffer.capacity - loading.start
         ):

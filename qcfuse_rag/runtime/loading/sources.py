@@ -102,7 +102,7 @@ class BlockSource:
         self._ropes, self._chunks, self._transfer = ropes, chunks, transfer
         self._blocks: list[dict[str, Tensor]] = [{} for _ in chunks]  # read and not placed yet, by name
         self._read_chunks = [
-            loading.chunk.with_blocks(blocks, loading.chunk.numbers)
+            loading.chunk.with_blocks(blocks, loading.chunk.kv_dtype)
             for loading, blocks in zip(chunks, self._blocks, strict=True)
         ]
         self._angles: AngleTables = {}
@@ -121,7 +121,7 @@ class BlockSource:
         blocks grow to full size when they are placed, and there is memory for one layer of those.
         """
         return all(
-            self._uses_kernel(loading.chunk.numbers) and side_block(loading.chunk.numbers) != "basis"
+            self._uses_kernel(loading.chunk.kv_dtype) and side_block(loading.chunk.kv_dtype) != "basis"
             for loading in self._chunks
         )
 
@@ -153,7 +153,7 @@ class BlockSource:
                 transfer.receive()
             for layer, (loading, chunk) in product(layers, zip(self._chunks, self._read_chunks, strict=True)):
                 try:
-                    if self._uses_kernel(chunk.numbers):
+                    if self._uses_kernel(chunk.kv_dtype):
                         staged += stage_layer(buffer, loading.start, chunk, layer, rope=self._ropes[layer])
                     else:
                         copy_layer(buffer, loading.start, chunk, layer, rope=self._ropes[layer], tables=self._angles)
@@ -175,5 +175,5 @@ class BlockSource:
         for blocks in self._blocks:
             blocks.clear()
 
-    def _uses_kernel(self, numbers: str) -> bool:
-        return self._transfer is not None and supports_placement(numbers, self._transfer.device)
+    def _uses_kernel(self, kv_dtype: str) -> bool:
+        return self._transfer is not None and supports_placement(kv_dtype, self._transfer.device)

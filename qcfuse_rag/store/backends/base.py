@@ -35,7 +35,7 @@ class EntryInfo:
 
     address: str
     size_bytes: int
-    numbers: str | None = None
+    kv_dtype: str | None = None
     uses: float | None = None  # how often it was read; older uses count less
     used: float | None = None  # unix time of its last use
     saved_ms: float | None = None  # milliseconds its prefill took, which each use saves
@@ -97,7 +97,7 @@ class KVStore(ABC):
 
     Attributes:
         kind: name for reports: `memory`, `disk` and so on.
-        numbers: format in which `put` writes, see `store.quantization`.
+        kv_dtype: format in which `put` writes, see `store.quantization`.
         folder: folder for files that belong to the store, or None for a store in memory.
         prefix: beginning of the addresses of all its entries; empty unless it is a tenant's.
         limit_bytes: most bytes it may take, or None if this library does not limit it; of several tiers, the last
@@ -106,7 +106,7 @@ class KVStore(ABC):
     """
 
     kind: str = "tiered"
-    numbers: str = LOSSLESS
+    kv_dtype: str = LOSSLESS
     folder: Path | None = None
     prefix: str = ""
     limit_bytes: int | None = None

@@ -32,7 +32,7 @@ from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.entry.codec import ENCRYPTED, PREAMBLE, MappedFile, Preamble, encode, open_header
 from qcfuse_rag.store.entry.encryption import SECRET_VARIABLE, TENANT_SECRET_VARIABLE, StoreCipher
 from qcfuse_rag.store.key import ChunkKey, address_of
-from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
+from qcfuse_rag.store.quantization import LOSSLESS, check_kv_dtype
 
 PLAIN_FIX = (
     f"a program with a secret refuses plain entries: warm into another folder, or unset {SECRET_VARIABLE}; for a "
@@ -52,7 +52,7 @@ class StoreSettings:
     """
 
     limit_bytes: int = DEFAULT_LIMIT_BYTES  # most bytes its files may take
-    numbers: str = LOSSLESS
+    kv_dtype: str = LOSSLESS
     eviction: str = "cost"
     ttl_s: float | None = None  # seconds after which an entry expires, or None
     secret: str | None = None
@@ -65,7 +65,7 @@ class StoreSettings:
             raise ValueError("secret and remote are text")
         if self.limit_bytes <= 0 or (self.ttl_s is not None and self.ttl_s <= 0):
             raise ValueError("limit_bytes and ttl_s must be more than 0")
-        check_numbers(self.numbers)
+        check_kv_dtype(self.kv_dtype)
         eviction_policy(self.eviction)
 
     @property
@@ -89,6 +89,7 @@ def resolve_settings(files: StoreFiles, given: dict[str, Any], cipher: StoreCiph
     settings = replace(base, **{name: value for name, value in given.items() if value is not None})
     if settings != kept:
         fields_kept = {name: value for name, value in asdict(settings).items() if name != "remote" or value}
+        fields_kept["numbers"] = fields_kept.pop("kv_dtype")  # its name in the file
         with suppress(OSError):  # a full or read-only disk is reported elsewhere
             files.write_json(path, fields_kept)
     return settings
@@ -136,8 +137,8 @@ def read_settings(folder: Path) -> StoreSettings | None:
     path = folder / "store.json"
     try:
         kept = json.loads(path.read_text())
-        known = {field.name for field in fields(StoreSettings)}
-        return StoreSettings(**{name: value for name, value in kept.items() if name in known})
+        known = {field.name for field in fields(StoreSettings)} & set(kept)
+        return StoreSettings(**{name: kept[name] for name in known}, kv_dtype=kept.get("numbers", LOSSLESS))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -156,7 +157,7 @@ class DiskStore(KVStore):
     Args:
         folder: created if it does not exist.
         limit_bytes: most bytes its files may take together, at any moment; 64 GiB if never given.
-        numbers: format of new entries, see `store.quantization`; the model's own if never given.
+        kv_dtype: format of new entries, see `store.quantization`; the model's own if never given.
         eviction: `cost` (if never given), `lru` or `lfu`, see `store.backends.base`.
         ttl_s: seconds after which new entries expire.
         cipher: the cipher that encrypts entries.
@@ -182,7 +183,7 @@ class DiskStore(KVStore):
         folder: str | Path,
         limit_bytes: int | None = None,
         *,
-        numbers: str | None = None,
+        kv_dtype: str | None = None,
         eviction: str | None = None,
         ttl_s: float | None = None,
         cipher: StoreCipher | None = None,
@@ -202,10 +203,10 @@ class DiskStore(KVStore):
             if not os.path.isdir(self.files.objects):
                 raise StoreError(f"cannot open a store in {self.folder}: {error}") from error
             self._problems.append(f"cannot be written: {error}")
-        given = {"limit_bytes": limit_bytes, "numbers": numbers, "eviction": eviction, "ttl_s": ttl_s}
+        given = {"limit_bytes": limit_bytes, "kv_dtype": kv_dtype, "eviction": eviction, "ttl_s": ttl_s}
         given["remote"] = None if remote is None else url_without_secrets(remote)
         self.settings = resolve_settings(self.files, given, cipher)
-        self.numbers, self.limit_bytes = self.settings.numbers, self.settings.limit_bytes
+        self.kv_dtype, self.limit_bytes = self.settings.kv_dtype, self.settings.limit_bytes
         self.ttl_s = self.settings.ttl_s
         self._models = self._read_models()
         self.quota = self._open_quota()
@@ -235,7 +236,7 @@ class DiskStore(KVStore):
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Write the chunk; it can be read only once it is complete on disk."""
         self.require_quota()
-        converted = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
+        converted = to_store_format(chunk, self.kv_dtype).with_ttl(self.ttl_s)
         parts = encode(key, converted, cipher=self.cipher)
         if saved_ms is None:
             saved_ms = chunk.n_tokens * UNKNOWN_MS_PER_TOKEN
@@ -244,7 +245,7 @@ class DiskStore(KVStore):
             reservation = self.change(lambda quota: quota.reserve(key.address, size))
             try:
                 self.files.write(reservation.temporary, parts)
-                self.change(lambda quota: quota.publish(reservation, converted.numbers, saved_ms, converted.expires))
+                self.change(lambda quota: quota.publish(reservation, converted.kv_dtype, saved_ms, converted.expires))
             except BaseException:
                 self.change(lambda quota: quota.release(reservation))
                 raise
@@ -287,7 +288,7 @@ class DiskStore(KVStore):
             yield EntryInfo(
                 address,
                 record.usage.size_bytes,
-                numbers=record.numbers,
+                kv_dtype=record.kv_dtype,
                 uses=record.usage.uses,
                 used=record.usage.used,
                 saved_ms=record.usage.saved_ms,

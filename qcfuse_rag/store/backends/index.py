@@ -62,20 +62,22 @@ class Record:
     """A row of the index."""
 
     usage: EntryUsage  # size and uses; of a file that is being written, the reserved size
-    numbers: str = ""
+    kv_dtype: str = ""
     worth: float = 0.0  # rank among entries; the smallest is evicted first
     about: str = ""  # of a file that is being written, its address; of a file in quarantine, the damage
 
     def to_json(self) -> str:
         """Return the JSON text that the index holds."""
-        return json.dumps(asdict(self))
+        fields = asdict(self)
+        fields["numbers"] = fields.pop("kv_dtype")  # its name in the index
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Parse the JSON text that the index holds; raises `CorruptEntry` if it is not a record."""
         try:
             data = json.loads(text)
-            record = cls(EntryUsage(**data.pop("usage")), **data)
+            record = cls(EntryUsage(**data.pop("usage")), data.pop("numbers"), **data)
             usage = record.usage
             if usage.size_bytes < 0 or not all(map(math.isfinite, (usage.uses, usage.used, record.worth))):
                 raise ValueError("a number is out of range")
@@ -319,12 +321,12 @@ class DiskQuota:
             time.sleep(0.01)
         return Reservation(address, temporary, size)
 
-    def publish(self, reservation: Reservation, numbers: str, saved_ms: float, expires: float | None) -> None:
+    def publish(self, reservation: Reservation, kv_dtype: str, saved_ms: float, expires: float | None) -> None:
         """Turn a reservation whose file is written into an entry."""
         usage = EntryUsage(reservation.size, saved_ms, 1.0, time.time())
         with self.index.transact():
             self.index.delete(reservation.temporary.name)
-            self._set_entry(reservation.address, usage, numbers, expires)
+            self._set_entry(reservation.address, usage, kv_dtype, expires)
             # Last: a failure before it undoes the whole transaction.
             self._files.publish(reservation.temporary, reservation.address)
 
@@ -460,19 +462,19 @@ class DiskQuota:
             with self.index.transact():
                 self._evict_for(0)
 
-    def _set_entry(self, address: str, usage: EntryUsage, numbers: str, expires: float | None) -> None:
+    def _set_entry(self, address: str, usage: EntryUsage, kv_dtype: str, expires: float | None) -> None:
         row = self.index.get(address)
         tag = PINNED if row is not None and row[2] == PINNED else ENTRY
-        self.index.set(address, Record(usage, numbers, self._worth(usage)), tag, expires)
+        self.index.set(address, Record(usage, kv_dtype, self._worth(usage)), tag, expires)
 
     def _index_file(self, address: str) -> str | None:
         """Add an entry's file to the index, or quarantine it if its header is damaged; return the damage, or None."""
         path = self._files.path(address)
-        tokens, numbers, expires = 1, "", None
+        tokens, kv_dtype, expires = 1, "", None
         try:
             header, _ = open_header(MappedFile(path, header_only=True), self._cipher)
             check_key(header.key, None, address)
-            tokens, numbers, expires = header.tokens, header.numbers, header.expires
+            tokens, kv_dtype, expires = header.tokens, header.kv_dtype, header.expires
         except (ForeignEntry, OSError):
             pass  # under another secret, or not readable; but its bytes count
         except CorruptEntry as error:
@@ -480,7 +482,7 @@ class DiskQuota:
             return str(error)
         status = path.stat()
         usage = EntryUsage(status.st_size, tokens * UNKNOWN_MS_PER_TOKEN, 1.0, status.st_mtime)
-        self._set_entry(address, usage, numbers, expires)
+        self._set_entry(address, usage, kv_dtype, expires)
         return None
 
     def _index_published(self, address: str) -> None:

@@ -14,7 +14,7 @@ from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import EntryInfo, EntryUsage, Health, KVStore, Miss, StoreStats, eviction_policy
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.key import ChunkKey, address_of
-from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
+from qcfuse_rag.store.quantization import LOSSLESS, check_kv_dtype
 
 LOG = logging.getLogger(__name__)
 UNLIMITED = 1 << 50
@@ -39,7 +39,7 @@ class MemoryStore(KVStore):
         device: `cpu`, or a GPU such as `cuda:0` for chunks that are used all the time.
         pinned: page-lock host memory, from which a GPU reads fastest; needs CUDA. None leaves it to the engine, which
             does so if its model is on a GPU. Torch rounds such memory up to powers of two.
-        numbers: format of entries, see `store.quantization`.
+        kv_dtype: format of entries, see `store.quantization`.
         eviction: `lru`, `lfu` or `cost`, see `store.backends.base`.
         ttl_s: seconds after which a chunk without an expiry expires, or None.
 
@@ -53,13 +53,13 @@ class MemoryStore(KVStore):
         *,
         device: str = "cpu",
         pinned: bool | None = None,
-        numbers: str = LOSSLESS,
+        kv_dtype: str = LOSSLESS,
         eviction: str = "lru",
         ttl_s: float | None = None,
     ) -> None:
-        check_numbers(numbers)
+        check_kv_dtype(kv_dtype)
         self.kind = "memory" if torch.device(device).type == "cpu" else device
-        self.numbers = numbers
+        self.kv_dtype = kv_dtype
         self.limit_bytes, self._limit, self.ttl_s = limit_bytes, limit_bytes, ttl_s
         self._device, self._pinned = torch.device(device), pinned
         self._worth = eviction_policy(eviction)
@@ -90,7 +90,7 @@ class MemoryStore(KVStore):
             return entry.key, entry.chunk
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
-        copied = self.copy_of(to_store_format(chunk.with_ttl(self.ttl_s), self.numbers))
+        copied = self.copy_of(to_store_format(chunk.with_ttl(self.ttl_s), self.kv_dtype))
         size = copied.nbytes
         usage = EntryUsage(size, float(chunk.n_tokens) if saved_ms is None else saved_ms, 1.0, time.time())
         with self._lock:
@@ -138,7 +138,7 @@ class MemoryStore(KVStore):
             yield EntryInfo(
                 address,
                 entry.usage.size_bytes,
-                numbers=entry.chunk.numbers,
+                kv_dtype=entry.chunk.kv_dtype,
                 uses=entry.usage.uses,
                 used=entry.usage.used,
                 saved_ms=entry.usage.saved_ms,

@@ -17,7 +17,7 @@ from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.entry.codec import Buffer, BytesInMemory, EntryBytes, encode
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.key import ChunkKey, address_of
-from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
+from qcfuse_rag.store.quantization import LOSSLESS, check_kv_dtype
 
 
 class BlobStore(Protocol):
@@ -76,7 +76,7 @@ class RemoteStore(KVStore):
 
     Args:
         blobs: the remote, see `store.backends.fsspec_blobs` and `store.backends.redis_blobs`.
-        numbers: format of new entries, see `store.quantization`.
+        kv_dtype: format of new entries, see `store.quantization`.
         ttl_s: seconds after which new entries expire.
         cipher: the cipher that encrypts entries. All who share the remote need the same secret: an entry under another
             secret is a miss, and an entry written over it is a miss to the others.
@@ -90,13 +90,13 @@ class RemoteStore(KVStore):
         self,
         blobs: BlobStore,
         *,
-        numbers: str = LOSSLESS,
+        kv_dtype: str = LOSSLESS,
         ttl_s: float | None = None,
         cipher: StoreCipher | None = None,
         pause_s: float = 30.0,
     ) -> None:
-        check_numbers(numbers)
-        self.numbers = numbers
+        check_kv_dtype(kv_dtype)
+        self.kv_dtype = kv_dtype
         self.kind = f"remote {blobs.kind}"
         self._blobs, self.ttl_s, self._cipher, self._pause_s = blobs, ttl_s, cipher, pause_s
         self._failure, self._paused_until = "", 0.0
@@ -119,7 +119,7 @@ class RemoteStore(KVStore):
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Write the chunk; it can be read only once all of it is written."""
-        converted = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
+        converted = to_store_format(chunk, self.kv_dtype).with_ttl(self.ttl_s)
         parts = encode(key, converted, cipher=self._cipher)
         ttl_s = None if converted.expires is None else max(converted.expires - time.time(), 0.001)
         self._ask(lambda: self._blobs.write(_name(key), parts, ttl_s))

@@ -34,7 +34,7 @@ class TenantStore(KVStore):
     def __init__(self, store: KVStore, tenant: str, secret: bytes, *, owned: bool = False) -> None:
         if len(secret) < MIN_SECRET_BYTES:
             raise StoreError(f"the secret has {len(secret)} bytes; give at least {MIN_SECRET_BYTES} random ones")
-        self.store, self.numbers, self.folder, self._closes_store = store, store.numbers, store.folder, owned
+        self.store, self.kv_dtype, self.folder, self._closes_store = store, store.kv_dtype, store.folder, owned
         self.kind, self.limit_bytes, self.ttl_s = store.kind, store.limit_bytes, store.ttl_s
         if tenant == PROOF_TEXT:
             raise StoreError(f"no tenant can be called {PROOF_TEXT!r}; give it another name")

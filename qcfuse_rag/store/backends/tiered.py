@@ -137,13 +137,13 @@ class TieredStore(KVStore):
     def __init__(
         self, near: KVStore, far: KVStore, *, write_behind_bytes: int = 0, near_suffices: bool = False
     ) -> None:
-        if near.numbers not in (LOSSLESS, far.numbers):
+        if near.kv_dtype not in (LOSSLESS, far.kv_dtype):
             raise StoreError(
-                f"the near store keeps {near.numbers} and the far one {far.numbers}, so that answers would depend on "
+                f"the near store keeps {near.kv_dtype} and the far one {far.kv_dtype}, so that answers would depend on "
                 "which one was asked; give them the same format"
             )
         self.near, self.far = near, far
-        self.numbers = far.numbers
+        self.kv_dtype = far.kv_dtype
         self.folder = far.folder or near.folder
         self.limit_bytes, self.ttl_s = far.limit_bytes, far.ttl_s
         self._near_suffices, self._far_failures = near_suffices, list[str]()
@@ -202,7 +202,7 @@ class TieredStore(KVStore):
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Store a chunk in both tiers; only the far one must succeed, or either if the near one suffices."""
-        converted = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
+        converted = to_store_format(chunk, self.kv_dtype).with_ttl(self.ttl_s)
         failure: StoreError | None = None
         if self._queue is not None:
             self._queue.put(key, converted.copied(), saved_ms)

@@ -78,7 +78,7 @@ class Header:
     tokens: int
     layers: int
     dtype: torch.dtype
-    numbers: str
+    kv_dtype: str
     expires: float | None  # unix time from which on it must not be used, or None
     blocks: tuple[BlockRange, ...]
     start: int  # offset of the first block in the file
@@ -98,7 +98,7 @@ def parse_header(fields: Any, start: int, *, encrypted: bool) -> Header:
     Raises:
         ValueError, LookupError, TypeError, AttributeError, OverflowError: if it is not a header.
     """
-    tokens, layers, numbers, expires = fields["tokens"], fields["layers"], fields["numbers"], fields["expires"]
+    tokens, layers, kv_dtype, expires = fields["tokens"], fields["layers"], fields["numbers"], fields["expires"]
     block_fields, extra_names = fields["blocks"], fields.get("extras", [])
     names = [block["name"] for block in block_fields]
     _require(all(type(count) is int and count > 0 for count in (tokens, layers)), "sizes")
@@ -106,17 +106,20 @@ def parse_header(fields: Any, start: int, *, encrypted: bool) -> Header:
     _require(type(extra_names) is list and ("extras" not in fields or len(extra_names) > 0), "extras")
     notes, extras = {name: value for name, value in fields.items() if name not in HEADER_FIELDS}, tuple(extra_names)
     check_notes(notes, extras)
-    count = 1 + len(extras) + layers * (2 if numbers == LOSSLESS else 4)
-    _require(numbers in FORMATS and len(names) == count, "numbers of blocks")
+    count = 1 + len(extras) + layers * (2 if kv_dtype == LOSSLESS else 4)
+    _require(kv_dtype in FORMATS and len(names) == count, "numbers of blocks")
     _require(expires is None or (type(expires) in (int, float) and math.isfinite(expires)), "expiry")
-    expected, first = block_names(layers, numbers, extras), 1 + len(extras)  # earlier versions ordered layers otherwise
+    expected, first = (
+        block_names(layers, kv_dtype, extras),
+        1 + len(extras),
+    )  # earlier versions ordered layers otherwise
     _require(names[:first] == expected[:first] and sorted(names) == sorted(expected), "names of blocks")
     blocks: list[BlockRange] = []
     offset, number = 0, 1
     for block in block_fields:
         name, shape, checksums = block["name"], tuple(block["shape"]), tuple(block["xxh3"])
         _require(set(map(type, shape)) == {int} and min(shape) > 0 and max(shape) < 1 << 31, "shape")
-        _require(_fits(name, shape, tokens, layers, numbers), "shape")
+        _require(_fits(name, shape, tokens, layers, kv_dtype), "shape")
         _require(len(checksums) == -(-shape[0] // ROWS_PER_PIECE), "checksums")
         _require(block["offset"] == offset, "offset")
         dtype = DTYPES[block["dtype"]]
@@ -127,14 +130,14 @@ def parse_header(fields: Any, start: int, *, encrypted: bool) -> Header:
     _require(blocks[0].shape == (layers, tokens), "ranking")
     for extra in blocks[1 : 1 + len(extras)]:
         _require(extra.shape[1:] == (1,) and extra.dtype == torch.float32, "extras")
-    if numbers in RANKS:
-        _require_factors({block.name: block for block in blocks}, numbers, tokens)
+    if kv_dtype in RANKS:
+        _require_factors({block.name: block for block in blocks}, kv_dtype, tokens)
     return Header(
         ChunkKey.from_fields(fields["key"]),
         tokens,
         layers,
         DTYPES[fields["dtype"]],
-        numbers,
+        kv_dtype,
         expires,
         tuple(blocks),
         start,
@@ -144,16 +147,16 @@ def parse_header(fields: Any, start: int, *, encrypted: bool) -> Header:
     )
 
 
-def entry_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, numbers: str, tokens: int) -> int:
+def entry_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, kv_dtype: str, tokens: int) -> int:
     """Return the size of an entry in bytes, accurate to a few thousand, without making it."""
     sizes = [4 * len(shapes) * tokens]
     for shape in shapes:
         for kind, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
             channels = shape.kv_heads * dim
-            if numbers in RANKS:
-                rank = effective_rank(numbers, tokens, channels)
+            if kv_dtype in RANKS:
+                rank = effective_rank(kv_dtype, tokens, channels)
                 sizes += [rank * tokens * dtype.itemsize, rank * channels * dtype.itemsize]
-            elif numbers == LOSSLESS:
+            elif kv_dtype == LOSSLESS:
                 sizes.append(tokens * channels * dtype.itemsize)
             else:
                 sizes += [tokens * channels, 4 * (channels if kind == "key" else tokens * shape.kv_heads)]
@@ -167,23 +170,23 @@ def aligned(size: int) -> int:
     return -(-size // FILE_ALIGNMENT) * FILE_ALIGNMENT
 
 
-def _fits(name: str, shape: tuple[int, ...], tokens: int, layers: int, numbers: str) -> bool:
+def _fits(name: str, shape: tuple[int, ...], tokens: int, layers: int, kv_dtype: str) -> bool:
     """Return whether a block can have such a shape, as far as can be said before the other blocks are parsed."""
     if name == RANKING:
         return len(shape) == 2 and shape[0] == layers
     if not name.startswith(("key.", "value.")):
         return len(shape) == 2 and shape[0] == tokens
     if name.endswith(".basis"):
-        return len(shape) == 3 and shape[0] <= RANKS[numbers]
+        return len(shape) == 3 and shape[0] <= RANKS[kv_dtype]
     rows = 1 if name.startswith("key.") and name.endswith(".scale") else tokens
-    return len(shape) == (2 if side_block(numbers) == "basis" else 3) and shape[0] == rows
+    return len(shape) == (2 if side_block(kv_dtype) == "basis" else 3) and shape[0] == rows
 
 
-def _require_factors(blocks: Mapping[str, BlockRange], numbers: str, tokens: int) -> None:
+def _require_factors(blocks: Mapping[str, BlockRange], kv_dtype: str, tokens: int) -> None:
     """Require that each basis and its factor have the rank of their format and sizes."""
     for basis in [block for name, block in blocks.items() if name.endswith(".basis")]:
         factor = blocks[basis.name.removesuffix(".basis")]
-        rank = effective_rank(numbers, tokens, math.prod(basis.shape[1:]))
+        rank = effective_rank(kv_dtype, tokens, math.prod(basis.shape[1:]))
         _require(basis.shape[0] == rank == factor.shape[1] and basis.dtype.is_floating_point, "rank")
         _require(factor.dtype == basis.dtype, "rank")
 
@@ -252,7 +255,7 @@ def encode(key: ChunkKey, chunk: ChunkKV, *, cipher: StoreCipher | None = None) 
         "tokens": chunk.n_tokens,
         "layers": chunk.n_layers,
         "dtype": str(chunk.dtype).removeprefix("torch."),
-        "numbers": chunk.numbers,
+        "numbers": chunk.kv_dtype,
         "probe_layers": [],  # earlier versions read it; it said which layers' keys come first
         "expires": chunk.expires,
         **chunk.notes,
@@ -488,7 +491,7 @@ def open_chunk(entry: EntryBytes, cipher: StoreCipher | None = None) -> tuple[He
         header.tokens,
         header.layers,
         header.dtype,
-        header.numbers,
+        header.kv_dtype,
         header.expires,
         StoredBlocks(entry, header, entry_cipher),
         header.notes,

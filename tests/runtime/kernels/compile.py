@@ -123,9 +123,9 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
                 yield name, dim, partial(gate_projected, few, weight, weight, ACTIVATIONS[0])
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
         formats = (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8")
-        for numbers in formats if is_main else ("int8",):
+        for kv_dtype in formats if is_main else ("int8",):
             for turned, over in ((rope, 0), (None, 2)):
-                block, scale = (stored, None) if numbers == LOSSLESS else quantize(stored, numbers, over=over)
+                block, scale = (stored, None) if kv_dtype == LOSSLESS else quantize(stored, kv_dtype, over=over)
                 yield name, dim, partial(place_blocks, [PlacementBlock(block, scale, buffer.keys[0], 3, turned)])
 
 

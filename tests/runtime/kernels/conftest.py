@@ -22,9 +22,9 @@ def warmed(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -
 
     Request it before `with_kernels`.
     """
-    family, numbers = getattr(request, "param", ("llama", "model"))
+    family, kv_dtype = getattr(request, "param", ("llama", "model"))
     store = MemoryStore()
-    store.numbers = numbers
+    store.kv_dtype = kv_dtype
     engine = make_engine(LanguageModel.wrap(build_model(family).to(DEVICE), tokenizer), store)
     engine.warm(PASSAGES, bases=(FRAMED,))
     return engine

@@ -58,7 +58,7 @@ def test_the_engine_answers_alike_with_and_without_kernels(
     assert with_kernels_result.report.selected == without_kernel_result.report.selected
     assert (
         with_kernels_result.report.bytes_loaded == without_kernel_result.report.bytes_loaded
-        or engine.store.stats()[0].numbers != "model"
+        or engine.store.stats()[0].kv_dtype != "model"
     )
     assert relative_error(with_kernels_result.logits, without_kernel_result.logits) < 1e-4
     assert relative_error(followed, forward_step(lm, [7], [len(prompt)], [without_kernel_result.buffer])) < 1e-4

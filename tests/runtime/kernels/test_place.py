@@ -19,33 +19,33 @@ from tests.support.recorders import DEVICE
 
 
 def block(
-    tokens: int, start: int, dtype: torch.dtype, numbers: str, rope: LayerRope | None, into: Tensor
+    tokens: int, start: int, dtype: torch.dtype, kv_dtype: str, rope: LayerRope | None, into: Tensor
 ) -> PlacementBlock:
     """A stored block of fresh random numbers; with a rotation they are keys, else values."""
     stored = torch.randn(tokens, into.shape[1], into.shape[3]).to(DEVICE, dtype)
-    if numbers == "model":
+    if kv_dtype == "model":
         return PlacementBlock(stored, None, into, start, rope)
-    return PlacementBlock(*quantize(stored, numbers, over=2 if rope is None else 0), into, start, rope)
+    return PlacementBlock(*quantize(stored, kv_dtype, over=2 if rope is None else 0), into, start, rope)
 
 
 @pytest.mark.parametrize(
-    ("rope", "dtype", "numbers"),
+    ("rope", "dtype", "kv_dtype"),
     [
-        *[("all channels", dtype, numbers) for dtype in TOLERANCE for numbers in ("model", "int8", "fp8")],
+        *[("all channels", dtype, kv_dtype) for dtype in TOLERANCE for kv_dtype in ("model", "int8", "fp8")],
         *[(rope, torch.float16, "int8") for rope in ("interleaved", "some channels", "no position", "values")],
         ("values", torch.bfloat16, "fp8"),
         ("values", torch.float32, "model"),
     ],
     ids=str,
 )
-def test_blocks_are_placed_as_by_the_reference(rope: str, dtype: torch.dtype, numbers: str) -> None:
+def test_blocks_are_placed_as_by_the_reference(rope: str, dtype: torch.dtype, kv_dtype: str) -> None:
     """Several chunks in two layers, some adjacent; nothing else is written."""
     frequencies = 10000.0 ** -(torch.arange(0, 24 if rope == "some channels" else 80, 2) / 80)
     ropes = {"no position": LayerRope(None), "values": None}
     chosen = ropes.get(rope, LayerRope(frequencies.to(DEVICE), interleaved=rope == "interleaved"))
     layers = [torch.full((1, 3, 200, 80), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
     blocks = [
-        block(tokens, start, dtype, numbers, chosen, into)
+        block(tokens, start, dtype, kv_dtype, chosen, into)
         for into in layers
         for tokens, start in ((37, 4), (1, 41), (60, 99))
     ]

@@ -52,12 +52,12 @@ def test_a_damaged_index_is_rebuilt_from_the_files(folder: Path, junk: bytes) ->
 def test_a_missing_index_is_rebuilt_from_the_files(folder: Path) -> None:
     with DiskStore(folder, 3 * ENTRY) as store:
         put(store, 0, 1)
-        before = {(entry.address, entry.size_bytes, entry.numbers) for entry in store.entries()}
+        before = {(entry.address, entry.size_bytes, entry.kv_dtype) for entry in store.entries()}
         store.discard(KEY, "looks odd")
         put(store, 0)
     shutil.rmtree(folder / "index")
     with DiskStore(folder) as store:
-        assert {(entry.address, entry.size_bytes, entry.numbers) for entry in store.entries()} == before
+        assert {(entry.address, entry.size_bytes, entry.kv_dtype) for entry in store.entries()} == before
         assert store.stats()[0].size_bytes == taken(folder) == 3 * ENTRY
 
 

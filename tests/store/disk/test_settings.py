@@ -14,12 +14,12 @@ from tests.store.disk.folders import ENTRY, KEY, put
 
 
 def test_settings_need_be_given_only_once(folder: Path) -> None:
-    given = {"limit_bytes": 10 * ENTRY, "numbers": "int8", "eviction": "lru", "ttl_s": 60.0}
+    given = {"limit_bytes": 10 * ENTRY, "kv_dtype": "int8", "eviction": "lru", "ttl_s": 60.0}
     with DiskStore(folder, **given):  # type: ignore[arg-type]
         pass
     with DiskStore(folder) as store:
         assert {name: getattr(store.settings, name) for name in given} == given
-        assert store.numbers == "int8"
+        assert store.kv_dtype == "int8"
         assert store.stats()[0].limit_bytes == 10 * ENTRY
     with DiskStore(folder, eviction="lfu"):
         pass
@@ -29,19 +29,19 @@ def test_settings_need_be_given_only_once(folder: Path) -> None:
 
 def test_a_store_never_told_anything_has_defaults(store: DiskStore) -> None:
     about = store.settings
-    assert (about.limit_bytes, about.numbers, about.eviction, about.ttl_s) == (64 << 30, "model", "cost", None)
+    assert (about.limit_bytes, about.kv_dtype, about.eviction, about.ttl_s) == (64 << 30, "model", "cost", None)
 
 
 def test_settings_that_a_later_version_has_are_passed_over(folder: Path) -> None:
     DiskStore(folder, limit_bytes=12345).close()
     kept = json.loads((folder / "store.json").read_text())
-    assert "remote" not in kept, "so that earlier versions open it as well"
+    assert ("remote" in kept, kept["numbers"]) == (False, "model"), "so that earlier versions open it as well"
     (folder / "store.json").write_text(json.dumps({**kept, "colour": "green"}))
     with DiskStore(folder) as store:
         assert store.limit_bytes == 12345
 
 
-@pytest.mark.parametrize("wrong", [{"numbers": "int4"}, {"eviction": "fifo"}], ids=str)
+@pytest.mark.parametrize("wrong", [{"kv_dtype": "int4"}, {"eviction": "fifo"}], ids=str)
 def test_settings_that_cannot_be_are_refused_and_not_kept(folder: Path, wrong: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="there are"):
         DiskStore(folder, **wrong)  # type: ignore[arg-type]
@@ -60,13 +60,13 @@ def test_unreadable_settings_are_one_clear_error(folder: Path, content: str) -> 
         DiskStore(folder)
 
 
-def test_entries_in_other_numbers_stay_as_they_are(folder: Path) -> None:
+def test_entries_of_another_kv_dtype_stay_as_they_are(folder: Path) -> None:
     with DiskStore(folder) as store:
         put(store, 0)
-    with DiskStore(folder, numbers="int8") as store:
+    with DiskStore(folder, kv_dtype="int8") as store:
         put(store, 1)
         assert_same(store.get(KEY), example_chunk())
-        assert [entry.numbers for entry in sorted(store.entries(), key=lambda e: e.used or 0.0)] == ["model", "int8"]
+        assert [entry.kv_dtype for entry in sorted(store.entries(), key=lambda e: e.used or 0.0)] == ["model", "int8"]
 
 
 @pytest.mark.parametrize("given", [{"limit_bytes": 0}, {"limit_bytes": -1}, {"ttl_s": 0.0}])

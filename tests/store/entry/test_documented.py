@@ -87,15 +87,15 @@ def decryption(secret: bytes, salt: bytes) -> Callable[[int, bytes, bytes], byte
 
 
 @pytest.mark.parametrize(
-    ("dtype", "numbers", "secret"),
+    ("dtype", "kv_dtype", "secret"),
     [
         *((dtype, "model", SECRET) for dtype in DTYPES),
-        *((torch.bfloat16, numbers, None) for numbers in (*STORE_FORMATS, "rank16")),
+        *((torch.bfloat16, kv_dtype, None) for kv_dtype in (*STORE_FORMATS, "rank16")),
     ],
     ids=str,
 )
-def test_a_stranger_can_read_an_entry(dtype: torch.dtype, numbers: str, secret: bytes | None) -> None:
-    chunk = to_format(example_chunk(n_tokens=300, dtype=dtype), numbers)
+def test_a_stranger_can_read_an_entry(dtype: torch.dtype, kv_dtype: str, secret: bytes | None) -> None:
+    chunk = to_format(example_chunk(n_tokens=300, dtype=dtype), kv_dtype)
     blocks = read_by_hand(written(chunk, None if secret is None else StoreCipher(secret)), secret)
     assert list(blocks) == chunk.names()
     for name in chunk.names():
@@ -104,16 +104,16 @@ def test_a_stranger_can_read_an_entry(dtype: torch.dtype, numbers: str, secret: 
 
 
 @pytest.mark.parametrize(
-    ("numbers", "expected"),
+    ("kv_dtype", "expected"),
     [
         ("model", "f9c0fa6ab0ee6bbe900074eca0ef3101"),
         ("int8", "27f647cae97dd776084f47ff8f590c94"),
         ("fp8", "9cc236be0c3d7969d8a877e2a02cf0fc"),
     ],
 )
-def test_an_entry_is_the_same_bytes_as_ever(numbers: str, expected: str) -> None:
+def test_an_entry_is_the_same_bytes_as_ever(kv_dtype: str, expected: str) -> None:
     """If this fails, stores written before cannot be read: raise the version of the format."""
-    data = written(to_format(fixed_chunk(), numbers))
+    data = written(to_format(fixed_chunk(), kv_dtype))
     assert hashlib.blake2b(data, digest_size=16).hexdigest() == expected
 
 

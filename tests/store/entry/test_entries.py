@@ -34,16 +34,16 @@ def test_any_shape_is_read_back_whole_and_in_ranges(data: st.DataObject) -> None
     stop = data.draw(st.integers(start, n_tokens))
     for part, whole in zip(found.layer(layers - 1, start, stop), chunk.layer(layers - 1), strict=True):
         near = (
-            0.0 if chunk.numbers in STORE_FORMATS else 1e-4 + 4 * torch.finfo(dtype).eps
+            0.0 if chunk.kv_dtype in STORE_FORMATS else 1e-4 + 4 * torch.finfo(dtype).eps
         )  # products are rounded by shape
         assert torch.allclose(part.float(), whole[:, start:stop].float(), atol=near, rtol=near)
     assert_same(found, chunk)
 
 
-@pytest.mark.parametrize("numbers", ["model", "int8", "rank4"])
-def test_an_entry_with_another_order_of_layers_is_read(numbers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_dtype", ["model", "int8", "rank4"])
+def test_an_entry_with_another_order_of_layers_is_read(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As versions wrote that put the layers first that a probe reads."""
-    chunk = to_format(example_chunk(), numbers)
+    chunk = to_format(example_chunk(), kv_dtype)
     ranking, *names = chunk.names()
     reordered = [name for layer in (2, 0, 1) for name in names if name.split(".")[1] == str(layer)]
     with monkeypatch.context() as patch:

@@ -26,7 +26,7 @@ class TestMemoryBucket(KVStoreTests):
 class TestSharedFolder(KVStoreTests):
     @pytest.fixture
     def store(self, in_folder: FsspecBlobs) -> Iterator[KVStore]:
-        with RemoteStore(in_folder, numbers="int8") as store:
+        with RemoteStore(in_folder, kv_dtype="int8") as store:
             yield store
 
 
@@ -48,5 +48,5 @@ class TestRedis(KVStoreTests):
 class TestEncryptedRedis(KVStoreTests):
     @pytest.fixture
     def store(self, on_redis: RedisBlobs) -> Iterator[KVStore]:
-        with RemoteStore(on_redis, cipher=StoreCipher(SECRET), numbers="fp8") as store:
+        with RemoteStore(on_redis, cipher=StoreCipher(SECRET), kv_dtype="fp8") as store:
             yield store

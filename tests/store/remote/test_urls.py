@@ -35,5 +35,5 @@ def test_a_redis_url_that_is_none_does_not_show_its_password() -> None:
 
 
 def test_a_format_that_is_none_is_an_error(in_memory: FsspecBlobs) -> None:
-    with pytest.raises(ValueError, match="no format of numbers 'int3'"):
-        RemoteStore(in_memory, numbers="int3")
+    with pytest.raises(ValueError, match="no kv_dtype 'int3'"):
+        RemoteStore(in_memory, kv_dtype="int3")
