@@ -179,6 +179,8 @@ def _warm(
             engine.forget(source)
         index.remove(vanished)
         _index(index, folder, passages, workers)
+        for source in vanished:  # again: a server may have found it in the old index and brought it back
+            engine.forget(source)
         derived = any(base.derived for base in engine.corpus.bases)
         # Entries may be derived from passages of the whole index, so a new document can change old passages.
         documents = index.by_source() if derived else passages

@@ -51,6 +51,7 @@ class WarmSettings:
         others: passages that are not to be stored now but that derived bases may use; their indices follow those of
             the passages.
         neighbours, vectors, retrievals: for derived bases, see `ingestion.extension.Related`.
+        generation: see `Sources.add`; None does not ask whether documents were forgotten.
         batch_tokens: most tokens to compute in one pass; see `ingestion.warm_job.WarmJob`.
         progress: called with tokens `(done, total)` after every batch.
         workers: prefill instead of this process, such as `RayWorkers`.
@@ -65,6 +66,7 @@ class WarmSettings:
     neighbours: Sequence[Sequence[int]] | None = None
     vectors: NDArray[np.float32] | None = None
     retrievals: Sequence[Sequence[int]] = ()
+    generation: int | None = None
     batch_tokens: int | None = None
     progress: Progress | None = None
     workers: PrefillWorkers | None = None
@@ -84,6 +86,7 @@ class Corpus:
         self._sources: Sources | None = None
         self._inherited: Sources | None = None
         self._followed: int | None = None
+        self._generation: int | None = None
         self._opening = threading.Lock()
 
     @property
@@ -119,7 +122,7 @@ class Corpus:
         for source, tag in (given.access or {}).items():
             self.open_sources().restrict(source, tag)
         for source, keys in owned.items():
-            self.open_sources().add(source, keys)
+            self.open_sources().add(source, keys, generation=given.generation)
         with suppress(StoreError):  # the manifest may be readable only
             self.open_sources().release_removed(unowned_keys)
 
@@ -131,7 +134,7 @@ class Corpus:
             self.open_sources().confirm(source, keys, replace=given.replace)
         left = {source: self.open_sources().addresses(source) for source in owned}
         kept = [
-            (text, chunk)
+            (text, chunk, source is not None)
             for text, chunk, source in zip(texts, chunks, sources_of, strict=True)
             if source is None or all(self._store.address(key) in left[source] for key in self.keys(chunk, bases))
         ]
@@ -223,23 +226,26 @@ class Corpus:
         return PassageSignatures(self.open_sources, self._lm.fingerprint)
 
     def evict_removed(self) -> bool:
-        """Drop the entries that any process has removed since the last call; return whether there were any."""
-        removed: list[str] = []
+        """Drop the entries that any process has removed since the last call; return whether anything was forgotten."""
+        removed, before = list[str](), self._generation
         with suppress(StoreError):  # nothing is known then; chunks are still checked when they are read
             self._followed, removed = self.open_sources().garbage.removed_since(self._followed)
             if removed:
                 evict_removed(self._store, removed)
-        return bool(removed)
+            self._generation = self.open_sources().generation()
+        return bool(removed) or before not in (None, self._generation)
 
     def close(self) -> None:
         """Close the manifest."""
         if self._sources is not None and not self._sources.manifest.forked:
             self._sources.close()
 
-    def _note_signatures(self, passages: Sequence[tuple[str, tuple[int, ...]]], base: Base, *, warmed: bool) -> None:
-        keyed = [(text, self.keys(chunk, [base])) for text, chunk in passages]
+    def _note_signatures(
+        self, passages: Sequence[tuple[str, tuple[int, ...], bool]], base: Base, *, warmed: bool
+    ) -> None:
+        keyed = [(text, self.keys(chunk, [base]), has_source) for text, chunk, has_source in passages]
         try:
-            self.signatures.add((text, keys[0]) for text, keys in keyed if keys)
+            self.signatures.add((text, keys[0], has_source) for text, keys, has_source in keyed if keys)
         except StoreError:
             if warmed:  # a library that cannot be written and is warm already stays as it is
                 raise

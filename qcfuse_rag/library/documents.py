@@ -200,6 +200,7 @@ class ServedLibrary(Retriever):
             try:
                 if len(index.passages) < before:
                     self._replace_index(index)
+                    caches += self._engine.forget(source)  # what a request brought back that found it in the old index
             finally:
                 for listener in self.forget_listeners:
                     dropped = listener(source)
@@ -218,7 +219,7 @@ class ServedLibrary(Retriever):
         try:
             index.save(self._folder)
             with self._retrieving:
-                self.index = index
+                self._index = index
             self._log.keep_only(passage.text for passage in index.passages)
         except OSError as error:
             raise StoreError(f"the library cannot be written: {error.strerror}") from error

@@ -55,6 +55,7 @@ class PassageIndex:
         self, embedder: str, passages: Sequence[IndexedPassage] = (), embeddings: NDArray[np.float32] | None = None
     ) -> None:
         self.embedder = embedder
+        self.metadata: bytes | None = None  # of the files that it was read from or written to, see `is_current`
         self.passages = list(passages)
         self.embeddings = np.zeros((0, 0), np.float32) if embeddings is None else embeddings
 
@@ -110,9 +111,18 @@ class PassageIndex:
                 np.save(file, self.embeddings, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
-            write_atomically(folder / METADATA, json.dumps({"embedder": self.embedder, "files": token}))
+            metadata = json.dumps({"embedder": self.embedder, "files": token})
+            write_atomically(folder / METADATA, metadata)
+            self.metadata = metadata.encode()
         finally:
             _remove_unused(folder)
+
+    def is_current(self, folder: Path) -> bool:
+        """Return whether a folder still has this index; no other process has saved one since."""
+        try:
+            return (folder / METADATA).read_bytes() == self.metadata
+        except OSError:
+            return False
 
     @classmethod
     def load(cls, folder: Path, embedder: str | None = None) -> PassageIndex:
@@ -123,9 +133,10 @@ class PassageIndex:
         """
         try:
             try:
-                made_with, passages, embeddings = _read(folder)
+                metadata, passages, embeddings = _read(folder)
             except FileNotFoundError:  # another process may have saved meanwhile
-                made_with, passages, embeddings = _read(folder)
+                metadata, passages, embeddings = _read(folder)
+            made_with = json.loads(metadata)["embedder"]
         except FileNotFoundError as error:
             raise QCFuseError(f"there are no passages in {folder}; run `qcfuse warm run` on documents first") from error
         except (OSError, ValueError, TypeError, KeyError, EOFError, RecursionError) as error:
@@ -138,7 +149,9 @@ class PassageIndex:
             raise QCFuseError(
                 f"the passages in {folder} were embedded with {made_with!r}, not {embedder!r}; leave out --embedder"
             )
-        return cls(made_with, passages, embeddings)
+        index = cls(made_with, passages, embeddings)
+        index.metadata = metadata
+        return index
 
 
 def nearest(vectors: NDArray[np.float32], vector: NDArray[np.float32], count: int) -> list[int]:
@@ -157,13 +170,12 @@ def _data_files(folder: Path, token: str | None) -> tuple[Path, Path]:
     return folder / f"passages{suffix}.jsonl", folder / f"embeddings{suffix}.npy"
 
 
-def _read(folder: Path) -> tuple[str, list[IndexedPassage], NDArray[np.float32]]:
-    """Return embedding model, passages and embeddings of the index in a folder."""
-    about = json.loads((folder / METADATA).read_text("utf-8"))
-    embedder = about["embedder"]
-    passages, embeddings = _data_files(folder, about.get("files"))
+def _read(folder: Path) -> tuple[bytes, list[IndexedPassage], NDArray[np.float32]]:
+    """Return metadata, passages and embeddings of the index in a folder."""
+    metadata = (folder / METADATA).read_bytes()
+    passages, embeddings = _data_files(folder, json.loads(metadata).get("files"))
     lines = passages.read_text("utf-8").splitlines()
-    return embedder, [IndexedPassage(**json.loads(line)) for line in lines], np.load(embeddings, allow_pickle=False)
+    return metadata, [IndexedPassage(**json.loads(line)) for line in lines], np.load(embeddings, allow_pickle=False)
 
 
 def _remove_unused(folder: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -48,9 +49,16 @@ class Retriever:
     """
 
     def __init__(self, folder: Path, embedder: str | None = None) -> None:
-        self.index = PassageIndex.load(folder, embedder)
+        self._folder, self._index = folder, PassageIndex.load(folder, embedder)
         self._log = RetrievalLog(folder)
-        self._embed = Embedder(embedder_source(self.index.embedder))
+        self._embed = Embedder(embedder_source(self._index.embedder))
+
+    @property
+    def index(self) -> PassageIndex:
+        """The passages as they are in the folder now: another process may have changed or forgotten documents."""
+        if not self._index.is_current(self._folder):
+            self._index = PassageIndex.load(self._folder, self._index.embedder)
+        return self._index
 
     def retrieve(self, question: str, count: int, *, after: str | None = None) -> list[RetrievedPassage]:
         """Return the `count` passages nearest to a question, best first.
@@ -64,31 +72,37 @@ class Retriever:
             after: the earlier question of a conversation; None for a question by itself.
         """
         queries = [question] if after is None else [question, f"{after} {question}"]
-        found = self.index.search(self._embed([query[:QUERY_CHARACTERS] for query in queries]), count)
-        passages = self.index.passages
+        vectors = self._embed([query[:QUERY_CHARACTERS] for query in queries])
+        index = self.index
+        found, passages = index.search(vectors, count), index.passages
         self._log.note(passages[row].text for row, _ in found)
+        if self.index is not index:  # what was just noted may be forgotten
+            with suppress(OSError):
+                self._log.keep_only(passage.text for passage in self.index.passages)
         return [
-            RetrievedPassage(passages[row].source, self._title(row), passages[row].text, score) for row, score in found
+            RetrievedPassage(passages[row].source, _title(passages, row), passages[row].text, score)
+            for row, score in found
         ]
 
     def short_names(self, passages: Iterable[IndexedPassage | RetrievedPassage]) -> list[str]:
         """Return the name of each passage's document for people: without the folder that the library's files share."""
-        paths = {path for passage in self.index.passages if (path := PurePath(passage.source)).is_absolute()}
+        every = (*self.index.passages, *(passages := list(passages)))  # what was retrieved may be forgotten by now
+        paths = {path for passage in every if (path := PurePath(passage.source)).is_absolute()}
         shared = os.path.commonpath(path.parent for path in paths) if paths else ""
         return [
             str(path.relative_to(shared)) if (path := PurePath(passage.source)) in paths else passage.source
             for passage in passages
         ]
 
-    def _title(self, row: int) -> str | None:
-        """Return the first heading of a passage, or the last heading before it in its document."""
-        passages = self.index.passages
-        own = HEADING.search(passages[row].text)
-        if own is not None:
-            return own[1]
-        # The passages of a document are next to each other, in order.
-        while row > 0 and passages[row - 1].source == passages[row].source:
-            row -= 1
-            if headings := HEADING.findall(passages[row].text):
-                return str(headings[-1])
-        return None
+
+def _title(passages: Sequence[IndexedPassage], row: int) -> str | None:
+    """Return the first heading of a passage, or the last heading before it in its document."""
+    own = HEADING.search(passages[row].text)
+    if own is not None:
+        return own[1]
+    # The passages of a document are next to each other, in order.
+    while row > 0 and passages[row - 1].source == passages[row].source:
+        row -= 1
+        if headings := HEADING.findall(passages[row].text):
+            return str(headings[-1])
+    return None

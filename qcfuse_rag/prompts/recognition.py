@@ -46,9 +46,9 @@ SEPARATOR = "\0"
 INSERT_SIGNATURE = """
 INSERT OR REPLACE INTO located SELECT ?1, ?2, ?3, ?4, ?5 WHERE NOT EXISTS (
     SELECT 1 FROM located WHERE name = ?1 AND anchor = ?2 AND atoms = ?3 AND gaps IS ?4 AND passage = ?5
-)
+) AND (NOT ?6 OR EXISTS (SELECT 1 FROM chunks WHERE passage = ?5))
 """
-"""Does not write a row that exists: every process would read all anchors again."""
+"""Does not write a row that exists: every process would read all anchors again; nor one that was forgotten."""
 
 HEX_DIGITS = 32
 SELECT_ANCHORS = f"SELECT anchor FROM located WHERE substr(name, 1, length(name) - {HEX_DIGITS}) = ?"
@@ -303,8 +303,8 @@ class PassageSignatures:
         self._sources, self._fingerprint = sources, fingerprint
         self._anchors: tuple[object, frozenset[int]] = (None, frozenset())
 
-    def add(self, passages: Iterable[tuple[str, ChunkKey]]) -> None:
-        """Recognise passages from now on: texts as they will be in prompts, with a key of each under any base."""
+    def add(self, passages: Iterable[tuple[str, ChunkKey, bool]]) -> None:
+        """Recognise passages from now on: texts as in prompts, a key of each, and whether it needs a source."""
         rows = [
             (
                 self._name(signature.name),
@@ -312,8 +312,9 @@ class PassageSignatures:
                 signature.atoms,
                 signature.gaps,
                 self._sources().passage_id(key),
+                has_source,
             )
-            for text, key in passages
+            for text, key, has_source in passages
             if (signature := passage_signature(text, self._seed)) is not None
         ]
         with self._sources().manifest.writing() as database:

@@ -69,6 +69,7 @@ class Preparation:
         retrieved: what the server retrieved, for the client; None if it did not.
         origins: the document of each retrieved text, for an explanation.
         response_format: of the answers; None if they are text as it was decoded.
+        generation: see `IdleWarming.add`.
     """
 
     texts: list[str] | None = None
@@ -76,6 +77,7 @@ class Preparation:
     retrieved: list[dict[str, Any]] | None = None
     origins: dict[str, PassageOrigin] = field(default_factory=dict)
     response_format: ResponseFormat | None = None
+    generation: int | None = None
 
 
 class EngineBackend:
@@ -200,7 +202,8 @@ class EngineBackend:
         report = redact_report(generations[0].report)
         if self._idle_warming is not None:
             unknown = _unknown_passages(request, first.prompt, report, passages)
-            self._idle_warming.add(await asyncio.to_thread(list, unknown))  # a long prompt may have thousands of parts
+            # In a thread, because a long prompt may have thousands of parts.
+            self._idle_warming.add(await asyncio.to_thread(list, unknown), passages.generation)
         return replace(
             last,
             usage=total_usage(generations, request.answer_count),
@@ -217,6 +220,8 @@ class EngineBackend:
         engine: FusionEngine,
     ) -> tuple[Prompt, SamplingParams]:
         """Return one of the prompts of a request, and how to sample its answers; fill in `passages`."""
+        if self._idle_warming is not None and number == 0:
+            passages.generation = self._idle_warming.generation()
         response_format = request.to_response_format(shows_tools=engine.prompts.chat_template.shows_tools)
         if isinstance(request, ChatRequest):
             self._find_passages(request, passages)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from qcfuse_rag.background_thread import BackgroundThread
 from qcfuse_rag.engine.scheduler import EngineHandle
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.library.documents import ServedLibrary
 
 LOG = logging.getLogger(__name__)
@@ -39,8 +40,7 @@ class IdleWarming:
 
     def __init__(self, handle: EngineHandle, library: ServedLibrary | None = None, *, max_waiting: int = 256) -> None:
         self._handle, self._library, self._max_waiting = handle, library, max_waiting
-        self._waiting: OrderedDict[str, str] = OrderedDict()  # text -> source
-        self._warming: str | None = None  # the source of the passage that is warmed now
+        self._waiting: OrderedDict[str, tuple[str, int]] = OrderedDict()  # text -> source and generation
         self._changed = threading.Condition()
         self._closed = False
         self.warmed = 0
@@ -48,28 +48,36 @@ class IdleWarming:
             library.forget_listeners.append(self.forget)
         self._thread = BackgroundThread(self._run, name="qcfuse-keep", close=self.close)
 
-    def add(self, passages: Iterable[tuple[str, str]]) -> None:
-        """Add passages as pairs of text and source; returns at once."""
+    def generation(self) -> int | None:
+        """Return the number by which `add` knows what was forgotten since a request began; None if nothing is known."""
+        try:
+            return self._handle.engine.corpus.open_sources().generation()
+        except StoreError:
+            return None
+
+    def add(self, passages: Iterable[tuple[str, str]], generation: int | None) -> None:
+        """Add passages of a request as pairs of text and source; returns at once.
+
+        They are dropped if any process forgets a document after their request has asked for the `generation`: they may
+        be of that document.
+        """
+        if generation is None:
+            return
         with self._changed:
             for text, source in passages:
-                self._waiting[text] = source
+                self._waiting[text] = source, generation
                 self._waiting.move_to_end(text)
             while len(self._waiting) > self._max_waiting:
                 self._waiting.popitem(last=False)
             self._changed.notify()
 
     def forget(self, source: str) -> int:
-        """Drop the waiting passages of a source, and forget one that is warmed now when it is done.
-
-        Returns:
-            The number of these passages.
-        """
+        """Drop the waiting passages of a source; return their number, with one that is being warmed."""
         with self._changed:
-            before = len(self._waiting) + (self._warming is not None)
-            self._waiting = OrderedDict(pair for pair in self._waiting.items() if pair[1] != source)
-            if self._warming == source:
-                self._warming = None
-            return before - len(self._waiting) - (self._warming is not None)
+            dropped = [text for text, (of, _) in self._waiting.items() if of == source]
+            for text in dropped:
+                del self._waiting[text]
+            return len(dropped)
 
     def close(self) -> None:
         """Warm no further passage and end the thread; what waits is dropped."""
@@ -87,17 +95,15 @@ class IdleWarming:
             with self._changed:
                 if not self._waiting:
                     continue  # forgotten meanwhile
-                text, source = self._waiting.popitem()  # the newest
-                self._warming = source
+                text = next(reversed(self._waiting))
+                source, generation = self._waiting[text]
             try:
-                self._warm(text, source)
-                with self._changed:
-                    forgotten, self._warming = self._warming is None, None
-                if forgotten and (source == CLIENTS or self._was_removed(text, source)):
-                    self._handle.engine.forget(source)
+                self._warm(text, source, generation)
             except Exception as error:
                 LOG.error("a passage of a request is not kept: %s", error)
-                self._warming = None
+            with self._changed:
+                if self._waiting.get(text) == (source, generation):  # not sent again after something was forgotten
+                    del self._waiting[text]
 
     def _wait_until_idle(self) -> bool:
         """Wait until no request was there for a while; return False if the thread is to end."""
@@ -111,15 +117,11 @@ class IdleWarming:
                 self._changed.wait_for(lambda: self._closed, timeout=IDLE_S / 5)
         return False
 
-    def _warm(self, text: str, source: str) -> None:
+    def _warm(self, text: str, source: str, generation: int) -> None:
         engine = self._handle.engine
-        if self._was_removed(text, source):
-            return
+        if self._library is not None and source != CLIENTS and not self._library.has(text, source):
+            return  # of a document of the library that has it no longer
         if len(text) > LONGEST * engine.prompts.tokens.longest_token or len(engine.prompts.chunk_ids(text)) > LONGEST:
             LOG.error("a passage of a request is not kept: it has more than %d tokens", LONGEST)
             return
-        self.warmed += engine.warm([text], sources=[source], replace=False).warmed > 0
-
-    def _was_removed(self, text: str, source: str) -> bool:
-        """Return whether the passage is of a document of the library that has it no longer."""
-        return self._library is not None and source != CLIENTS and not self._library.has(text, source)
+        self.warmed += engine.warm([text], sources=[source], replace=False, generation=generation).warmed > 0

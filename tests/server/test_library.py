@@ -19,7 +19,7 @@ import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
 from qcfuse_rag.engine.scheduler import EngineHandle
-from qcfuse_rag.errors import Busy
+from qcfuse_rag.errors import Busy, StoreError
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
@@ -337,13 +337,70 @@ async def test_what_clients_send_and_the_store_lacks_is_warm_the_next_time(
 async def test_what_is_removed_while_it_waits_is_not_warmed(
     engine: FusionEngine, library: ServedLibrary, keep: tuple[IdleWarming, EngineHandle]
 ) -> None:
-    warming = IdleWarming(keep[1], library)
-    warming._warm(library.index.passages[0].text, "gone.md")
-    assert warming.warmed == 0
-    engine.forget(library.index.passages[0].source)
-    warming._warm(library.index.passages[0].text, library.index.passages[0].source)
-    assert warming.warmed == 1
+    """By this process, or by another one, which changes the index and the manifest and tells nobody."""
+    warming, passage, (base,) = IdleWarming(keep[1], library), library.index.passages[0], engine.corpus.bases[:1]
+    key = engine.corpus.keys(engine.prompts.chunk_ids(passage.text), [base])[0]
+    engine.forget(passage.source)
+    now = warming.generation()
+    assert now is not None
+    warming._warm(passage.text, "gone.md", now)
+    with pytest.raises(StoreError, match="forgotten meanwhile"):
+        warming._warm(passage.text, passage.source, now - 1)
+    assert (warming.warmed, key in engine.store) == (0, False)
+    warming._warm(passage.text, passage.source, now)
+    assert (warming.warmed, key in engine.store) == (1, True)
     warming.close()
+
+
+@pytest.mark.parametrize("client_sent", [False, True])
+async def test_a_request_keeps_nothing_that_is_forgotten_during_its_answer(
+    client_sent: bool, engine: FusionEngine, library: ServedLibrary, keep: tuple[IdleWarming, EngineHandle]
+) -> None:
+    """It was retrieved before the index changed, or sent before the clients' passages were forgotten."""
+    source, began, go_on = CLIENTS if client_sent else NAMES[0], threading.Event(), threading.Event()
+    engine.store.clear()
+    warming, submit = IdleWarming(keep[1], library), keep[1].submit
+
+    def slow(*given: Any, **rest: Any) -> Any:
+        request = submit(*given, **rest)
+        began.set()
+        go_on.wait(20)
+        return request
+
+    keep[1].submit = slow  # type: ignore[method-assign]
+    async with client(make_app(EngineBackend(keep[1], "tiny", library=library, idle_warming=warming))) as http:
+        asking = asyncio.ensure_future(ask(http, documents=PASSAGES if client_sent else "library"))
+        assert await asyncio.to_thread(began.wait, 20)
+        other = PassageIndex.load(library._folder)
+        other.remove({source})
+        other.save(library._folder)
+        engine.forget(source)
+        go_on.set()
+        assert (await asking).json()["fusion"]["fallback"]
+        await until(lambda: not warming._waiting)
+        assert source not in engine.corpus.open_sources().names()
+        assert not {*PASSAGES[: 3 if client_sent else 1]} & stored(engine)
+        keep[1].submit = submit  # type: ignore[method-assign]
+        again = (await ask(http, documents="library")).json()
+        assert source not in [document["source"] for document in again["documents"]]
+    warming.close()
+
+
+async def test_servers_follow_what_others_change_in_the_library(
+    http: httpx.AsyncClient, library: ServedLibrary, engine: FusionEngine, folder: Path
+) -> None:
+    """Another server, `qcfuse store forget` and `qcfuse warm run` forget, replace and add documents."""
+    other = ServedLibrary(folder, engine, count=2)
+    other.forget("ferry.md")
+    other.add({"mill.md": HARBOUR, "new.md": PASSAGES[0]}, lambda done, total: None)
+    listed = (await http.get("/v1/documents")).json()["data"]
+    assert [document["source"] for document in listed] == ["hull.md", "mill.md", "new.md"]
+    assert library.has(HARBOUR, "mill.md")
+    found = library.retrieve_for(QUESTION, None)
+    assert [passage.source for passage in found if passage.text == PASSAGES[0]] == ["new.md"]
+    assert library.embed(["x"], lambda: False)[0].shape == (1, library.index.embeddings.shape[1])
+    other.forget("new.md")
+    assert "new.md" in library.short_names([*found])  # an answer in progress still names it
 
 
 @pytest.mark.parametrize("when", ["waiting", "being warmed"])
@@ -364,15 +421,15 @@ async def test_what_clients_sent_can_be_forgotten_before_it_is_warm(
     monkeypatch.setattr(engine, "warm", slow)
     warming = IdleWarming(keep[1], library)
     texts = [HARBOUR, f"{HARBOUR} Twice."]
-    warming.add((text, CLIENTS) for text in texts[: 1 if when == "being warmed" else 2])
+    waiting = [(text, CLIENTS) for text in texts[: 1 if when == "being warmed" else 2]]
+    warming.add(waiting, warming.generation())
     assert await asyncio.to_thread(began.wait, 20)
     async with client(make_app(EngineBackend(keep[1], "tiny"), library=library)) as http:
         forgotten = await http.delete("/v1/documents/clients")
     assert (forgotten.status_code, forgotten.json()["waiting"]) == (200, 1 if when == "being warmed" else 2)
     go_on.set()
-    await until(lambda: warming.warmed == 1 and warming._warming is None)
     warming.close()
-    assert warming.warmed == 1
+    assert warming.warmed == 0
     assert not {*texts} & {*stored(engine)}
 
 
@@ -392,7 +449,7 @@ async def test_nothing_is_warmed_while_a_request_is_answered(
 
     monkeypatch.setattr(engine, "prefill_in_parts", slow)
     answer = keep[1].scheduler.submit(engine.prompt(QUESTION), SamplingParams(max_new_tokens=1))
-    keep[0].add([(HARBOUR, CLIENTS)])
+    keep[0].add([(HARBOUR, CLIENTS)], keep[0].generation())
     await asyncio.sleep(0.2)
     assert keep[0].warmed == 0
     go_on.set()
@@ -405,8 +462,8 @@ async def test_only_the_newest_wait_and_long_passages_are_left(
 ) -> None:
     monkeypatch.setattr(idle_warming, "LONGEST", 100)
     texts = [f"{HARBOUR} {number}." for number in range(6)]
-    keep[0].add([(f"{HARBOUR} " * 20, CLIENTS), *((text, CLIENTS) for text in texts)])
-    keep[0].add([(f"{HARBOUR} " * 20, CLIENTS)])
+    for waiting in ([f"{HARBOUR} " * 20, *texts], [f"{HARBOUR} " * 20]):
+        keep[0].add([(text, CLIENTS) for text in waiting], keep[0].generation())
     await until(lambda: keep[0].warmed == 2 and not keep[0]._waiting)
     (base,) = engine.corpus.bases[:1]
     keys = [engine.corpus.keys(engine.prompts.chunk_ids(text), [base])[0] for text in texts]

@@ -523,9 +523,17 @@ class Sources:
         """
         return self._change(source, keys, replace=True)
 
-    def add(self, source: str, keys: Iterable[ChunkKey]) -> None:
-        """Add chunks to a source. A job calls this before it writes them, and `confirm` afterwards."""
-        self._change(source, keys, replace=False)
+    def generation(self) -> int:
+        """Return how many times documents were forgotten or lost chunks, in any process."""
+        [(number,)] = self.manifest.read("PRAGMA user_version")
+        return int(number)
+
+    def add(self, source: str, keys: Iterable[ChunkKey], *, generation: int | None = None) -> None:
+        """Add chunks to a source. A job calls this before it writes them, and `confirm` afterwards.
+
+        With a generation, `StoreError` is raised if it is another one by now: the chunks may be forgotten.
+        """
+        self._change(source, keys, replace=False, generation=generation)
 
     def confirm(self, source: str, keys: Iterable[ChunkKey], *, replace: bool) -> int:
         """Complete a job that added these chunks to a source before it wrote them; see `add` and `replace`.
@@ -574,16 +582,16 @@ class Sources:
 
         Its access tag stays, so that a document that is updated by deleting and adding it keeps it; see `restrict`.
         """
-        addresses = self.addresses(source)
+        name = self._prefix + source
         try:
-            removed = self.remove(source, addresses)
+            removed = self._forget(name)
         except StoreError:  # on a full disk nothing can be recorded: make room by what is to go anyway
             shared = "SELECT 1 FROM chunks WHERE address = ? AND source != ? LIMIT 1"
-            own = [address for address in addresses if not self.manifest.query(shared, address, self._prefix + source)]
+            own = [address for address in self.addresses(source) if not self.manifest.query(shared, address, name)]
             removed = sum(self._store.discard(address) for address in own)
             if not removed:
                 raise
-            removed += self.remove(source, addresses)
+            removed += self._forget(name)
         self.manifest.clear_log()
         return removed
 
@@ -632,7 +640,13 @@ class Sources:
         """Close the manifest."""
         self.manifest.close()
 
-    def _change(self, source: str, keys: Iterable[ChunkKey], *, replace: bool) -> int:
+    def _forget(self, name: str) -> int:
+        with self.manifest.writing() as database:
+            self._drop(database, name)
+            advance_generation(database)  # also if the source had no chunks: they may wait to be added
+        return self.garbage.collect()
+
+    def _change(self, source: str, keys: Iterable[ChunkKey], *, replace: bool, generation: int | None = None) -> int:
         wanted = {self._store.address(key): key for key in keys}
         name = self._prefix + source
         rows = self._rows(name, wanted)
@@ -640,6 +654,8 @@ class Sources:
         if self._is_recorded(name, rows, alone=replace):
             return self.garbage.collect()
         with self.manifest.writing() as database:
+            if generation not in (None, *database.execute("PRAGMA user_version").fetchone()):
+                raise StoreError("a document was forgotten meanwhile")
             database.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?)", rows)
             addresses = [(address,) for address in wanted]
             database.executemany("DELETE FROM unwanted WHERE address = ? AND NOT by_origin", addresses)
@@ -669,10 +685,12 @@ class Sources:
         marked = any(address in unwanted for _, address, _, _ in rows)
         return set(rows) <= recorded and not marked and not (alone and has_others)
 
-    def _drop(self, database: sqlite3.Connection, name: str, addresses: Iterable[str]) -> None:
-        """Take chunks from a source, as far as it has them, and mark what becomes unwanted by that."""
+    def _drop(self, database: sqlite3.Connection, name: str, addresses: Iterable[str] | None = None) -> None:
+        """Take chunks, all by default, from a source, as far as it has them; mark what becomes unwanted by that."""
         recorded = dict(database.execute("SELECT address, passage FROM chunks WHERE source = ?", (name,)).fetchall())
-        dropped = [address for address in addresses if address in recorded]
+        dropped = list(recorded) if addresses is None else [a for a in addresses if a in recorded]
+        if dropped:
+            advance_generation(database)
         passages = {recorded[address] for address in dropped}
         database.executemany(
             "DELETE FROM chunks WHERE source = ? AND address = ?", [(name, address) for address in dropped]
@@ -680,6 +698,12 @@ class Sources:
         mark_without_source(database, dropped)
         mark_derived_from_lost(database, passages)
         mark_acl_violations(database, passages)  # with one source less, they may have fewer readers
+
+
+def advance_generation(database: sqlite3.Connection) -> None:
+    """Record that something was taken from a source; see `Sources.generation`."""
+    [(number,)] = database.execute("PRAGMA user_version").fetchall()
+    database.execute(f"PRAGMA user_version = {(number + 1) % 2**31}")
 
 
 def _wording(key: ChunkKey) -> str:
