@@ -172,25 +172,22 @@ class ResponseFormat:
         tools: all tools, as `{"type": "function", "function": {...}}`.
         tool_choice: which of the tools to call.
         response_format: `{"type": "text"}`, `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema":
-            {"schema": ...}}`; None is text.
+            {"schema": ...}}`; None is text. With tools, an answer is one call or such JSON.
+        parallel_tool_calls: whether an answer may have several calls; else those after the first are dropped.
 
     Raises:
-        QCFuseError: if the choice names an unknown tool, the format's type is unknown, or both tools and JSON are
-            requested.
+        QCFuseError: if the choice names an unknown tool, or the format's type is unknown.
     """
 
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = None
     response_format: Mapping[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
     def __post_init__(self) -> None:
-        schema = self.schema
+        _ = self.schema  # raises if its type is not known
         if self.required_tools == () and self.tool_choice in (True, "any", "required"):
             raise QCFuseError("tool_choice demands a call, and there are no tools to call")
-        if self.visible_tools and schema is not None:
-            raise QCFuseError(
-                "ask for tools or for JSON by a schema, not for both; ask for the other in a later request"
-            )
 
     @property
     def visible_tools(self) -> Sequence[Tool]:
@@ -249,9 +246,13 @@ class ResponseFormat:
         syntax = ResponseSyntax.of(tokenizer, self)  # refuses unreadable calls early
         if syntax.hidden is not None:
             params = replace(params, special_tokens=True)
-        if syntax.tool_calls is not None and self.required_tools:
-            return replace(params, grammar=syntax.tool_calls.grammar(tokenizer, self.required_tools))
-        return params if self.schema is None else replace(params, grammar=json_grammar(self.schema))
+        if not self.has_grammar:
+            return params
+        if syntax.tool_calls is None:
+            return replace(params, grammar=json_grammar(self.schema or {}))
+        schema = None if self.required_tools else self.schema
+        tools = self.required_tools or self.visible_tools
+        return replace(params, grammar=syntax.tool_calls.grammar(tokenizer, tools, schema))
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +292,7 @@ class ResponseReader:
     ) -> None:
         syntax = ResponseSyntax.of(tokenizer, response_format)
         self._parser, self._tools = syntax.tool_calls, response_format.visible_tools
+        self._last_call = None if response_format.parallel_tool_calls else 1
         self._requires_call = bool(response_format.required_tools)
         prompt_end = "" if prompt is None else prompt.segments[-1].text
         self._reasoning_reader = None if syntax.reasoning is None else syntax.reasoning.reader(tokenizer, prompt_end)
@@ -317,7 +319,7 @@ class ResponseReader:
             incomplete = BrokenCall(self._text, "the call is incomplete")
             response = ParsedResponse("", broken=(incomplete,)) if self._requires_call else ParsedResponse(self._text)
         rest = Delta(response.content[shown:], self._reasoning[shown_reasoning:])
-        return rest, replace(response, reasoning=self._reasoning)
+        return rest, replace(response, calls=response.calls[: self._last_call], reasoning=self._reasoning)
 
     def _add(self, piece: Delta) -> Delta:
         self._text += self._hidden.sub("", piece.text)

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
-def json_grammar(schema: Mapping[str, Any]) -> str:
+def json_grammar(schema: Mapping[str, Any], rule: str = "start") -> str:
     """Return the grammar of JSON that follows a schema; objects have only the properties that the schema names."""
-    return f"start: %json {json.dumps(with_compact_json(close_objects(schema)))}"
+    return f"{rule}: %json {json.dumps(with_compact_json(close_objects(schema)))}"
 
 
 def with_compact_json(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidGrammar, UnsupportedModel
-from qcfuse_rag.generation.sampling import close_objects, with_compact_json
+from qcfuse_rag.generation.sampling import close_objects, json_grammar, with_compact_json
+from qcfuse_rag.prompts.chat_template import ChatTemplate
 from qcfuse_rag.prompts.template import Tool
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -27,10 +29,11 @@ CODE_FENCE = re.compile(r"^\s*```(?:json)?\s*|\s*```\s*$")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A valid call: the tool's name and its arguments."""
+    """A valid call: the tool's name, its arguments, and an id of nine letters and digits, which Mistral requires."""
 
     name: str
     arguments: dict[str, Any]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:9], compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +100,13 @@ class ToolCallParser:
         valid = tuple(call for call in calls if isinstance(call, ToolCall))
         return ParsedResponse("", valid) if valid and len(valid) == len(calls) else ParsedResponse(text)
 
-    def grammar(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> str:
-        """Return the grammar of an answer that is exactly one call of one of the tools, see `sampling.Constraint`."""
+    def grammar(
+        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], schema: Mapping[str, Any] | None = None
+    ) -> str:
+        """Return the grammar of an answer that is exactly one call of one of the tools, see `sampling.Constraint`.
+
+        With a schema, the answer may be JSON that follows it instead.
+        """
         definitions: dict[str, Any] = {}
         call: dict[str, Any] = {"anyOf": [self._schema(tool["function"], definitions) for tool in tools]}
         if self.is_list:
@@ -108,8 +116,9 @@ class ToolCallParser:
             parts = [_terminal(tokenizer, self.start_tag), *parts]
         if self.end_tag:
             parts = [*parts[:1], r'"\n"', *parts[1:], r'"\n"', _terminal(tokenizer, self.end_tag)]
-        schema = with_compact_json({**call, "$defs": definitions})
-        return f"start: {' '.join(parts)}\ncall: %json {json.dumps(schema)}"
+        answer = "" if schema is None else f" | answer\n{json_grammar(schema, 'answer')}"
+        calls = with_compact_json({**call, "$defs": definitions})
+        return f"start: {' '.join(parts)}{answer}\ncall: %json {json.dumps(calls)}"
 
     def _schema(self, function: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
         """Return the schema of a call, and move the function's own definitions to `definitions` under unique names."""
@@ -163,15 +172,23 @@ def tool_call_parser(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) 
     Raises:
         UnsupportedModel: if no parser matches.
     """
-    template = tokenizer.get_chat_template(tools=list(tools)) if tokenizer.chat_template is not None else ""
-    for parser in TOOL_CALL_PARSERS:
-        if parser.template_marker in template:
-            return parser
+    if parser := _parser_of(tokenizer, tools):
+        return parser
     raise UnsupportedModel(
         "it is not known how this model writes tool calls: its chat template has none of "
         + ", ".join(parser.template_marker for parser in TOOL_CALL_PARSERS[:3])
         + ". Use a model that was trained on tools, or ask for JSON by a schema, which works with any model"
     )
+
+
+def can_call_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a model's chat template shows tools, and its calls can be parsed."""
+    return ChatTemplate(tokenizer).shows_tools and _parser_of(tokenizer, [{}]) is not None
+
+
+def _parser_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> ToolCallParser | None:
+    template = tokenizer.get_chat_template(tools=list(tools)) if tokenizer.chat_template is not None else ""
+    return next((parser for parser in TOOL_CALL_PARSERS if parser.template_marker in template), None)
 
 
 def _redirect_references(schema: Any, new_names: Mapping[str, str]) -> Any:

@@ -164,7 +164,7 @@ class EngineBackend:
                         documents = None
                 assert answer.generation is not None
                 rest, response = reader.finish(answer.generation)
-                last = last_piece(rest, request.allowed(response), answer.generation.finish_reason)
+                last = last_piece(rest, response, answer.generation.finish_reason)
                 last = replace(last, documents=documents, index=index, logprobs=tokens.take())
                 documents = None
                 generations.append(answer.generation)

@@ -16,7 +16,13 @@ from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, QCF
 from qcfuse_rag.errors import InvalidGrammar, InvalidTemplate, UnsupportedModel
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling import close_objects, json_grammar
-from qcfuse_rag.generation.tool_parsers import TOOL_CALL_PARSERS, ToolCall, ToolCallParser, tool_call_parser
+from qcfuse_rag.generation.tool_parsers import (
+    TOOL_CALL_PARSERS,
+    ToolCall,
+    ToolCallParser,
+    can_call_tools,
+    tool_call_parser,
+)
 from tests.support.cases import cases
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
@@ -160,6 +166,25 @@ class TestDemanding:
         _, reply = ResponseReader(tool_engine.lm.tokenizer, form).finish(generation)
         assert len(reply.calls) == 1
 
+    @pytest.mark.parametrize("called", [True, False])
+    def test_with_a_schema_and_tools_an_answer_is_a_call_or_follows_the_schema(
+        self, tool_engine: FusionEngine, called: bool
+    ) -> None:
+        tokenizer = tool_engine.lm.tokenizer
+        form = ResponseFormat(TOOLS, None, {"type": "json_schema", "json_schema": {"schema": SCHEMA}})
+        first = tool_call_parser(tokenizer, TOOLS).start_tag[0] if called else "{"
+        params = SamplingParams(max_new_tokens=200, logit_bias=((tokenizer.convert_tokens_to_ids(first), 5.0),))
+        prompt = tool_engine.prompt_from_text([("user", QUESTION)], form.visible_tools)
+        generation = tool_engine.generate(prompt, form.sampling(params, tokenizer))
+        _, reply = ResponseReader(tokenizer, form).finish(generation)
+        assert generation.finish_reason == "end"
+        if reply.calls:
+            assert (reply.content, len(reply.calls)) == ("", 1)
+        else:
+            jsonschema.validate(json.loads(reply.content), close_objects(SCHEMA))
+        if not tool_call_parser(tokenizer, TOOLS).is_bare:
+            assert bool(reply.calls) == called
+
     @pytest.mark.parametrize("choice", [None, False, "auto", "none"])
     def test_what_is_not_demanded_changes_no_answer(self, tool_engine: FusionEngine, choice: Any) -> None:
         params = SamplingParams(max_new_tokens=8)
@@ -237,6 +262,8 @@ class TestPrompting:
         tokenizer.chat_template = "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}"
         with pytest.raises(UnsupportedModel, match="not known how this model writes tool calls"):
             tool_call_parser(tokenizer, TOOLS)
+        assert not can_call_tools(tokenizer)
+        assert can_call_tools(teach(tokenizer, "mistral"))
 
 
 class TestSchemas:

@@ -19,8 +19,6 @@ import uvicorn
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
 from qcfuse_rag.engine.scheduler import EngineHandle
-from qcfuse_rag.generation.response_format import Delta, ResponseReader
-from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
 from qcfuse_rag.prompts.builder import CHEAP_CHARACTERS, CHEAP_TOKENS, PromptTokenizer
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import MAX_PREPARING, EngineBackend
@@ -32,6 +30,7 @@ from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.serving import ASKED, JSON, ask, chunks_of, client, error, serving
+from tests.support.thinking import answer_with
 from tests.support.tool_templates import LOOK_UP, teach
 
 
@@ -165,10 +164,10 @@ async def test_penalties_and_biases_change_answers(http: httpx.AsyncClient, engi
 
 async def test_one_call_alone_if_that_is_asked_for(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that may call tools as it likes may call several."""
-    two = ParsedResponse("", tuple(ToolCall("look_up", {"boat": boat}) for boat in ("tug", "ferry")))
-    monkeypatch.setattr(ResponseReader, "finish", lambda *_: (Delta(), two))
+    calls = (json.dumps({"name": "look_up", "arguments": {"boat": boat}}) for boat in ("tug", "ferry"))
+    answer_with(monkeypatch, "".join(f"<tool_call>{call}</tool_call>" for call in calls))
     for parallel, count in ((None, 2), (True, 2), (False, 1)):
-        choice = (await ask(http, tools=[LOOK_UP], parallel_tool_calls=parallel)).json()["choices"][0]
+        choice = (await ask(http, tools=[LOOK_UP], parallel_tool_calls=parallel, max_tokens=200)).json()["choices"][0]
         assert len(choice["message"]["tool_calls"]) == count
 
 

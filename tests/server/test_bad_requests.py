@@ -99,7 +99,6 @@ REFUSED = [
     ({"messages": [{"role": "system", "content": "x"}]}, "documents need a user's message"),
     ({"documents": ["x"] * 257}, "257 documents, and at most 256"),
     ({"tools": [LOOK_UP], "tool_choice": function(name="sink")}, "not among the given tools"),
-    ({"tools": [LOOK_UP], "response_format": {"type": "json_object"}}, "ask for tools or for JSON"),
     ({"tool_choice": "required"}, "there are no tools to call"),
     (
         {"tools": [function(name="f", parameters={"$defs": 5})], "tool_choice": "required"},

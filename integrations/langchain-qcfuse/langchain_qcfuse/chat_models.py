@@ -53,6 +53,7 @@ CALL_SETTINGS = (
     "documents",
     "tools",
     "tool_choice",
+    "parallel_tool_calls",
     "response_format",
     "stream",
 )
@@ -72,7 +73,12 @@ def without_service_settings(values: Any) -> Any:
 
 def response_format_of(kwargs: dict[str, Any]) -> ResponseFormat:
     """Return the response format that a call's keyword arguments ask for."""
-    return ResponseFormat(kwargs.get("tools") or (), kwargs.get("tool_choice"), kwargs.get("response_format"))
+    return ResponseFormat(
+        kwargs.get("tools") or (),
+        kwargs.get("tool_choice"),
+        kwargs.get("response_format"),
+        kwargs.get("parallel_tool_calls") is not False,
+    )
 
 
 class ChatQCFuse(EngineSettings, BaseChatModel):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterable
 from typing import Any
 
@@ -107,9 +106,9 @@ def answer_message(reply: ParsedResponse, generation: Generation, metadata: dict
     return AIMessage(
         content=reply.content,
         additional_kwargs=_with_reasoning(reply.reasoning),
-        tool_calls=[ToolCall(name=call.name, args=call.arguments, id=_call_id()) for call in reply.calls],
+        tool_calls=[ToolCall(name=call.name, args=call.arguments, id=call.id) for call in reply.calls],
         invalid_tool_calls=[
-            InvalidToolCall(name=None, args=call.text, id=_call_id(), error=call.reason) for call in reply.broken
+            InvalidToolCall(name=None, args=call.text, id=None, error=call.reason) for call in reply.broken
         ],
         response_metadata=metadata,
         usage_metadata=usage_metadata(generation),
@@ -123,14 +122,13 @@ def answer_chunk(piece: Delta) -> AIMessageChunk:
 
 def last_chunk(rest: Delta, reply: ParsedResponse, generation: Generation, metadata: dict[str, Any]) -> AIMessageChunk:
     """Return the last chunk of a stream: what was not shown yet, tool calls, metadata and token counts."""
-    chunks = [(call.name, json.dumps(call.arguments)) for call in reply.calls]
-    chunks += [(None, _unrepairable(call.text)) for call in reply.broken]
+    chunks = [(call.name, json.dumps(call.arguments), call.id) for call in reply.calls]
+    chunks += [(None, _unrepairable(call.text), None) for call in reply.broken]
     return AIMessageChunk(
         content=rest.text,
         additional_kwargs=_with_reasoning(rest.reasoning),
         tool_call_chunks=[
-            tool_call_chunk(name=name, args=args, id=_call_id(), index=index)
-            for index, (name, args) in enumerate(chunks)
+            tool_call_chunk(name=name, args=args, id=id_, index=index) for index, (name, args, id_) in enumerate(chunks)
         ],
         response_metadata=metadata,
         usage_metadata=usage_metadata(generation),
@@ -162,10 +160,6 @@ def _unrepairable(text: str) -> str:
     except ValueError:
         return text
     return json.dumps(text) if isinstance(repaired, dict) else text
-
-
-def _call_id() -> str:
-    return f"call_{uuid.uuid4().hex}"
 
 
 SOURCE_KEY = "source"

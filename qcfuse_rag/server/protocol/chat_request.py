@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.response_format import ResponseFormat
-from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.server.protocol.generation_request import MAX_TOP_LOGPROBS, FailFastList, GenerationRequest
 
@@ -163,12 +162,8 @@ class ChatRequest(GenerationRequest):
             choice = {"type": "function", "function": {"name": self.tool_choice.function.name}}
         else:
             choice = self.tool_choice
-        given = ResponseFormat(tools, choice, self.response_format)
+        given = ResponseFormat(tools, choice, self.response_format, self.parallel_tool_calls is not False)
         return given if shows_tools or given.required_tools else replace(given, tools=())
-
-    def allowed(self, response: ParsedResponse) -> ParsedResponse:
-        """Return a parsed answer with one call alone, if the request allows no more."""
-        return replace(response, calls=response.calls[:1]) if self.parallel_tool_calls is False else response
 
     @property
     def token_limit(self) -> int | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -113,7 +112,7 @@ def last_piece(rest: Delta, response: ParsedResponse, finish_reason: FinishReaso
     """Return the last piece of an answer, with what was not sent yet."""
     calls = [
         {
-            "id": f"call_{uuid.uuid4().hex}",
+            "id": call.id,
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }

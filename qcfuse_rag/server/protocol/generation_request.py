@@ -17,7 +17,6 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS, Fidelity, SamplingParams
-from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.segments import Prompt
 
 T = TypeVar("T")
@@ -136,10 +135,6 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
         every request.
         """
         return None
-
-    def allowed(self, response: ParsedResponse) -> ParsedResponse:
-        """Return a parsed answer without what the request does not allow."""
-        return response
 
     @property
     def answer_count(self) -> int:
