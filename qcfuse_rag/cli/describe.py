@@ -13,7 +13,6 @@ from qcfuse_rag.cli.console import OUT, print_note, size
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.methods import METHODS
-from qcfuse_rag.models.cpu_weights import weight_format
 from qcfuse_rag.runtime.attention.dispatch import dense_attention_name
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -59,7 +58,7 @@ def check_model(config: EngineConfig) -> dict[str, Any]:
         "architecture": type(lm.model).__name__,
         "layers": lm.n_layers,
         "dtype": lm.fingerprint.dtype,
-        "weight_format": weight_format(lm.model),
+        "weight_format": lm.weight_format,
         "rope": sorted({rope.describe() for rope in lm.ropes}),
         "context_window": lm.context_window.tokens,
         "context_window_reason": lm.context_window.reason,
@@ -80,7 +79,7 @@ def print_model_check(report: Mapping[str, Any]) -> None:
         print_note("not supported:", report["reason"], "red")
         return
     check = report["check"]
-    dtype = report["dtype"] + (", float16 weights" if report["weight_format"] == "float16" else "")
+    dtype = report["dtype"] + ("" if report["weight_format"] == "model" else f", {report['weight_format']} weights")
     OUT.print(f"[green]supported[/green]: {report['architecture']}, {report['layers']} layers, {dtype}")
     OUT.print(f"  positions: {'; '.join(report['rope'])}")
     OUT.print(f"  context window: {report['context_window']:,} tokens ({report['context_window_reason']})")

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
 from qcfuse_rag.models.kept import KeptResult
+from qcfuse_rag.models.quantized_weights import plain_linears
 
 LOG = logging.getLogger(__name__)
 
@@ -127,14 +128,11 @@ def pack_float16(model: PreTrainedModel) -> None:
     if not multiplies_float16_weights():
         raise QCFuseError("float16 weights need torch's FBGEMM, on an x86 processor with AVX2; use weights='model'")
     layers = model.get_decoder().get_submodule("layers")
-    linears = {module: name for name, module in layers.named_modules() if type(module) is nn.Linear}
-    plain = {f"{name}.weight" for name in linears.values()}
+    linears = plain_linears(layers)
     for name, weight in layers.named_parameters():
-        if weight.dim() > 1 and name not in plain:
-            raise UnsupportedModel(f"layers.{name} is no plain linear layer; load the model with weights='model'")
         if weight.dtype != torch.float32 or float(weight.detach().abs().max()) > torch.finfo(torch.float16).max:
             raise UnsupportedModel(f"layers.{name} does not fit float16; load the model with weights='model'")
-    for module, name in linears.items():
+    for name, module in linears.items():
         parent, _, child = name.rpartition(".")
         setattr(layers.get_submodule(parent), child, Float16Linear(module))
     output = model.get_output_embeddings()
@@ -142,6 +140,6 @@ def pack_float16(model: PreTrainedModel) -> None:
         model.set_output_embeddings(Float16Linear(output))
 
 
-def weight_format(model: nn.Module) -> str:
-    """Return `float16` for a model of `pack_float16`, else `model`."""
-    return "float16" if any(isinstance(module, Float16Linear) for module in model.modules()) else "model"
+def has_float16_weights(model: nn.Module) -> bool:
+    """Return whether a model is one of `pack_float16`."""
+    return any(isinstance(module, Float16Linear) for module in model.modules())

@@ -33,7 +33,7 @@ class Fingerprint:
         tokenizer: hash of the tokenizer's rules and vocabulary.
         rope: hash of the measured rotation of each layer.
         dtype: dtype of computed keys and values, such as `bfloat16`.
-        weight_format: `model`; stored by earlier versions also `float16` or `int8`.
+        weight_format: `model`, or the format that the weights were quantised to as they were loaded.
     """
 
     weights: str
@@ -90,11 +90,13 @@ def fingerprint_model(
     tokenizer: PreTrainedTokenizerBase,
     ropes: tuple[LayerRope, ...],
     weights_hash: str | None = None,
+    weight_format: str = "model",
 ) -> Fingerprint:
     """Hash a loaded model.
 
     The weights in memory count, not the file names: a fine-tune under an old name, a merged adapter or another
-    quantisation is another model. `weights_hash` saves hashing them.
+    quantisation is another model. `weights_hash` saves hashing them; with a `weight_format` it is that of the weights
+    before they were quantised.
     """
     return Fingerprint(
         weights=weights_hash or hash_weights(model),
@@ -102,6 +104,7 @@ def fingerprint_model(
         tokenizer=digest(tokenizer.backend_tokenizer.to_str().encode()),
         rope=_hash_ropes(ropes),
         dtype=str(model.dtype).removeprefix("torch."),
+        weight_format=weight_format,
     )
 
 

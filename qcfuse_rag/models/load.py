@@ -40,7 +40,9 @@ from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 from qcfuse_rag.models.cpu_weights import fastest_cpu_format, pack_float16
 from qcfuse_rag.models.fingerprint import hash_weights
 from qcfuse_rag.models.kept import FileState, hash_once
+from qcfuse_rag.models.quantized_weights import quantize_weights
 from qcfuse_rag.models.source import (
+    QUANTIZED_FORMATS,
     check_weight_format,
     fetch_options,
     model_source,
@@ -186,11 +188,19 @@ _LOAD_LOCK = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model as `load_model` returns it, with the hash of its weights before any were rounded to float16."""
+    """A model as `load_model` returns it.
+
+    Attributes:
+        model: the model.
+        tokenizer: its tokenizer.
+        weights_hash: hash of its weights before any were rounded or quantised.
+        weight_format: `model`, or the format that the weights were quantised to, for the fingerprint.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     weights_hash: str
+    weight_format: str = "model"
 
 
 def load_model(name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "auto") -> LoadedModel:
@@ -202,7 +212,8 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
         dtype: of computed keys and values, such as `bfloat16`; None is the checkpoint's own on a GPU, and float32 on a
             CPU, or bfloat16 if that is measured to be faster; see `models.cpu_weights`.
         weights: `model` keeps the weights in the dtype; `float16` rounds them on a CPU, and computes in float32; `auto`
-            is the measured choice, and `model` for models that do not fit.
+            is the measured choice, and `model` for models that do not fit. On a GPU also a format of
+            `models.quantized_weights`.
 
     Raises:
         ModelNotFound: if the model cannot be read or fetched completely.
@@ -224,8 +235,11 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
     gguf = Path(source) / options["gguf_file"] if options else None
     files = _weight_files(source, gguf)
     model, tokenizer = _load_gguf(name, gguf, torch_dtype) if gguf else _load_source(name, torch_dtype)
+    quantized = weights in QUANTIZED_FORMATS
+    if quantized and getattr(model, "hf_quantizer", None) is not None and gguf is None:
+        raise UnsupportedModel(f"the weights of {name!r} are quantised already; load it with weights='model'")
     try:
-        model = model.to(device).eval()
+        model = (model if quantized else model.to(device)).eval()
     except (ValueError, RuntimeError, AssertionError) as error:  # packed weights that stay where they were packed
         if getattr(model, "hf_quantizer", None) is None or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -243,7 +257,8 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
             if weights == "float16":
                 raise
             LOG.info("weights stay as they are: %s", error)
-    return LoadedModel(model, tokenizer, weights_hash)
+    weight_format = quantize_weights(model, weights, torch.device(device)) if quantized else "model"
+    return LoadedModel(model, tokenizer, weights_hash, weight_format)
 
 
 def _hash_once(model: PreTrainedModel, files: FileState | None, dtype: Any) -> str:

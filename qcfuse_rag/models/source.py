@@ -49,15 +49,21 @@ def _gguf_option(folder: Path) -> dict[str, Any]:
     return {"gguf_file": files[0].name}
 
 
+WEIGHT_FORMATS = ("auto", "model", "float16")
+QUANTIZED_FORMATS = ("int4_weight_only", "int8_weight_only", "float8_weight_only", "nf4")
+"""See `models.quantized_weights`."""
+
+
 def check_weight_format(weights: str, device: str) -> None:
     """Raise `QCFuseError` for a format of weights that there is not, or not on this device (such as `cuda:0`)."""
-    quantised = "load a checkpoint that torchao or bitsandbytes has quantised: transformers reads its format"
-    if weights == "int8":
-        raise QCFuseError(f"there are no int8 weights any more; {quantised}")
-    if weights not in ("auto", "model", "float16"):
-        raise QCFuseError(f"weights must be auto, model or float16, got {weights!r}")
-    if weights == "float16" and device.partition(":")[0] != "cpu":
-        raise QCFuseError(f"float16 weights are for CPUs; on {device} use dtype='float16', or {quantised}")
+    formats = (*WEIGHT_FORMATS, *QUANTIZED_FORMATS)
+    if weights not in formats:
+        raise QCFuseError(f"weights must be one of {', '.join(formats)}, got {weights!r}")
+    kind = device.partition(":")[0]
+    if weights == "float16" and kind != "cpu":
+        raise QCFuseError(f"float16 weights are for CPUs; on {device} use dtype='float16'")
+    if weights in QUANTIZED_FORMATS and kind != "cuda":
+        raise QCFuseError(f"{weights} weights are for NVIDIA GPUs; {device} has none of them")
 
 
 def fetch_options(name: str) -> dict[str, Any]:

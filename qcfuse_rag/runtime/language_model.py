@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from qcfuse_rag.models.compatibility import (
     refuse_unsupported,
     stock_attention_name,
 )
-from qcfuse_rag.models.cpu_weights import multiplies_bfloat16, weight_format
+from qcfuse_rag.models.cpu_weights import has_float16_weights, multiplies_bfloat16
 from qcfuse_rag.models.fingerprint import Fingerprint, fingerprint_model
 from qcfuse_rag.models.load import load_model
 from qcfuse_rag.models.rope import KVShape, LayerRope, measure_rope
@@ -82,7 +82,8 @@ class LanguageModel:
     ) -> LanguageModel:
         """Load a model by id, folder or GGUF file; see `load_model` for arguments and errors."""
         loaded = load_model(name, device=device, dtype=dtype, weights=weights)
-        return cls.wrap(loaded.model, loaded.tokenizer, name=name, weights_hash=loaded.weights_hash)
+        known = {"weights_hash": loaded.weights_hash, "weight_format": loaded.weight_format}
+        return cls.wrap(loaded.model, loaded.tokenizer, name=name, **known)
 
     @classmethod
     def wrap(
@@ -92,12 +93,14 @@ class LanguageModel:
         *,
         name: str = "",
         weights_hash: str | None = None,
+        weight_format: str = "model",
     ) -> LanguageModel:
         """Prepare a loaded model.
 
         This switches the model's attention to `qcfuse`. Outside fused passes it gives the same results as before, so
         the model stays usable for anything else. Later changes of its weights are not noticed: wrap it again then.
-        `name` is for reports; `weights_hash` is that of `hash_weights`, if it is known.
+        `name` is for reports; `weights_hash` is that of `hash_weights`, if it is known, before the weights were
+        quantised to the `weight_format`.
 
         Raises:
             UnsupportedModel: if reuse would be wrong for the model; the error names the property.
@@ -116,7 +119,7 @@ class LanguageModel:
             shapes=shapes,
             sliding=sliding,
             context_window=context_window,
-            fingerprint=fingerprint_model(model, tokenizer, ropes, weights_hash),
+            fingerprint=fingerprint_model(model, tokenizer, ropes, weights_hash, weight_format),
             stock_attention=stock_attention_name(model),
         )
 
@@ -138,10 +141,14 @@ class LanguageModel:
         return dtype
 
     @property
+    def weight_format(self) -> str:
+        """Format of the weights: `model`, `float16`, whose caches are those of `model`, or that of the fingerprint."""
+        return "float16" if has_float16_weights(self.model) else self.fingerprint.weight_format
+
+    @property
     def number_formats(self) -> str:
         """The dtype, and the weights' format if it is another: such as `float32` or `float32, float16 weights`."""
-        weights = weight_format(self.model)
-        return self.fingerprint.dtype if weights == "model" else f"{self.fingerprint.dtype}, {weights} weights"
+        return replace(self.fingerprint, weight_format=self.weight_format).number_formats
 
     @cached_property
     def grammar_vocabulary(self) -> LLTokenizer:

@@ -23,7 +23,6 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
-from qcfuse_rag.models.cpu_weights import weight_format
 from qcfuse_rag.models.kept import KeptResult
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME, chosen_backends, dense_attention_name
@@ -205,7 +204,7 @@ def _check_identity(lm: LanguageModel) -> dict[str, Any]:
     return {
         "fingerprint": lm.fingerprint.digest,
         "architecture": type(lm.model).__name__,
-        "weights": weight_format(lm.model),
+        "weights": lm.weight_format,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "qcfuse-rag": qcfuse_rag.__version__,

@@ -21,10 +21,10 @@ from qcfuse_rag.models.cpu_weights import (
     Float16Linear,
     answer_seconds,
     fastest_cpu_format,
+    has_float16_weights,
     multiplies_bfloat16,
     multiplies_float16_weights,
     pack_float16,
-    weight_format,
 )
 from qcfuse_rag.models.load import load_model
 from qcfuse_rag.verification.exactness import measure_exactness
@@ -136,7 +136,7 @@ def test_a_model_is_loaded_as_chosen_or_as_asked(
 ) -> None:
     monkeypatch.setenv(SWITCH, choice)
     model = load_model(model_folder, device="cpu", **asked).model
-    assert (model.dtype, weight_format(model)) == (dtype, weights)
+    assert (model.dtype, has_float16_weights(model)) == (dtype, weights == "float16")
 
 
 @with_products
@@ -157,11 +157,7 @@ def test_caches_of_float32_are_hits_for_float16_weights_and_the_answers_are_near
     assert measure_exactness(rounded.lm).passed
 
 
-def test_weights_that_there_are_not_are_one_error(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(QCFuseError, match="no int8 weights any more; load a checkpoint that torchao or bitsandbytes"):
-        load_model(model_folder, device="cpu", weights="int8")
-    with pytest.raises(QCFuseError, match="weights must be auto, model or float16, got 'int4'"):
-        load_model(model_folder, device="cpu", weights="int4")
+def test_float16_weights_need_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_weights, "multiplies_float16_weights", lambda: False)
     with pytest.raises(QCFuseError, match="need torch's FBGEMM"):
         pack_float16(build_model("llama"))
@@ -198,10 +194,10 @@ def test_a_model_that_does_not_fit_stays_as_it_is(
         model.model.layers[1].mlp.up_proj.weight.data[0, 0] = 7e4
     with pytest.raises(UnsupportedModel, match="load the model with weights='model'"):
         pack_float16(model)
-    assert weight_format(model) == "model"
+    assert not has_float16_weights(model)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     monkeypatch.setenv(SWITCH, "float16")
-    assert weight_format(load_model(str(tmp_path / "model"), device="cpu").model) == "model"
+    assert not has_float16_weights(load_model(str(tmp_path / "model"), device="cpu").model)
     with pytest.raises(UnsupportedModel):
         load_model(str(tmp_path / "model"), device="cpu", weights="float16")

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
+from qcfuse_rag.models.quantized_weights import FORMATS
 from qcfuse_rag.runtime.fused_layers import skinny_products
 from qcfuse_rag.runtime.fused_layers.fused_modules import few_row_products
 from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS
@@ -45,6 +46,22 @@ def test_rows_are_multiplied_with_each_weight(
         for result, own, bias in zip(found, weights, added or [None] * len(weights), strict=True):
             assert error(result, functional.linear(x, own, bias)) < TOLERANCE[dtype]
             assert result.is_contiguous()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("weights", ["int8_weight_only", "float8_weight_only"])
+@pytest.mark.parametrize("n_rows", [1, 17])
+def test_weights_of_one_byte_are_multiplied_as_the_library_does(n_rows: int, weights: str) -> None:
+    pytest.importorskip("torchao")
+    layers = [nn.Linear(264, columns, bias=False).to(DEVICE, HERE) for columns in (64, 64, 40)]
+    layers = [FORMATS[weights].quantize(layer, DEVICE) for layer in layers]  # type: ignore[misc]
+    x, own = torch.randn(1, n_rows, 264, device=DEVICE).to(HERE), [layer.weight for layer in layers]
+    assert supports(x, own)
+    for result, layer in zip(projected(x, own), layers, strict=True):
+        assert error(result, layer(x)) < TOLERANCE[torch.bfloat16]
+    expected = functional.silu(layers[0](x).float()) * layers[1](x).float()
+    assert error(gate_projected(x, *own[:2], "silu"), expected.to(HERE)) < TOLERANCE[torch.bfloat16]
+    assert not supports(x, [own[0], torch.zeros(64, 264, device=DEVICE, dtype=HERE)]), "one kernel, one format"
 
 
 @every_dtype

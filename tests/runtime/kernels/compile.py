@@ -17,16 +17,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
+from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from qcfuse_rag.models.quantized_weights import FORMATS
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.fused_layers import skinny_products
@@ -114,12 +117,14 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         for activation in ACTIVATIONS:
             yield name, dim, partial(gated, query, query, activation)
         if dtype != torch.float32:
-            weight = torch.zeros(96, 256, dtype=dtype)
-            for n_rows in (1, MAX_ROWS):
-                few = torch.zeros(n_rows, 256, dtype=dtype)
+            scaled = ("int8_weight_only", "float8_weight_only") if architecture >= FP8_SINCE else ("int8_weight_only",)
+            plain_linear = partial(nn.Linear, 256, 96, dtype=dtype)
+            held = [plain_linear(), *(FORMATS[name].quantize(plain_linear(), CPU) for name in scaled)]
+            for n_rows, linear in product((1, MAX_ROWS), held):
+                few, weight = torch.zeros(n_rows, 256, dtype=dtype), linear.weight
                 for depth in (DEPTH, 2 * DEPTH) if architecture in LARGE_TILE_ARCHITECTURES else (DEPTH,):
                     multiply = mock.patch.object(skinny_products, "_depth", lambda *_, depth=depth: depth)(projected)
-                    yield name, dim, partial(multiply, few, [weight] * 3, [weight[:, 0].contiguous()] * 3)
+                    yield name, dim, partial(multiply, few, [weight] * 3, [linear.bias] * 3)
                 yield name, dim, partial(gate_projected, few, weight, weight, ACTIVATIONS[0])
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
         formats = (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8")

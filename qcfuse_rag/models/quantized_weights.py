@@ -1,0 +1,132 @@
+"""Weights in four or eight bits, quantised by torchao or bitsandbytes as a model is loaded.
+
+The linear layers of the decoder are quantised one at a time on the device, so that only the quantised model has to fit
+there. Embeddings, the output layer and norms stay in the model's dtype. Activations, keys and values are not quantised.
+`benchmarks/results/gpu.md` compares the formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from qcfuse_rag.errors import QCFuseError, UnsupportedModel
+
+GROUP_SIZE = 128
+"""Weights of a row that share a scale in `int4_weight_only`, torchao's default."""
+BLOCK_SIZE = 64
+"""Weights that share a scale in `nf4`, the default of bitsandbytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedFormat:
+    """A format of weights: the library that quantises a linear layer in place, and the dtype that it computes in."""
+
+    library: str
+    quantize: Callable[[nn.Linear, torch.device], nn.Module]
+
+
+def _torchao(config_name: str, linear: nn.Linear, device: torch.device, **settings: Any) -> nn.Module:
+    from torchao import quantization
+
+    layer = linear.to(device)
+    # The library's advice for torch.compile would change settings of the whole process.
+    config = getattr(quantization, config_name)(set_inductor_config=False, **settings)
+    quantization.quantize_(layer, config)
+    if type(layer.weight) is nn.Parameter:  # the library passes over shapes that it does not take
+        raise ValueError(f"it does not take {linear.out_features} x {linear.in_features} numbers")
+    return layer
+
+
+def _nf4(linear: nn.Linear, device: torch.device) -> nn.Module:
+    from bitsandbytes import nn as bnb  # which has no types
+
+    library: Any = bnb
+    layer: nn.Module = library.Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        compute_dtype=linear.weight.dtype,
+        compress_statistics=False,  # the library's fused products take plain scales alone
+        quant_type="nf4",
+        device="meta",
+    )
+    weight = library.Params4bit(
+        linear.weight.detach(),
+        requires_grad=False,
+        blocksize=BLOCK_SIZE,
+        compress_statistics=False,
+        quant_type="nf4",
+        module=layer,
+    )
+    layer.weight, layer.bias = weight, linear.bias
+    return layer.to(device)
+
+
+FORMATS = {
+    "int4_weight_only": QuantizedFormat(
+        "torchao",
+        partial(
+            _torchao,
+            "Int4WeightOnlyConfig",
+            group_size=GROUP_SIZE,
+            int4_packing_format="tile_packed_to_4d",
+            int4_choose_qparams_algorithm="hqq",
+        ),
+    ),
+    "int8_weight_only": QuantizedFormat("torchao", partial(_torchao, "Int8WeightOnlyConfig", version=2)),
+    "float8_weight_only": QuantizedFormat("torchao", partial(_torchao, "Float8WeightOnlyConfig")),
+    "nf4": QuantizedFormat("bitsandbytes", _nf4),
+}
+"""Formats by name: those of torchao's configurations, and that of bitsandbytes."""
+
+
+def plain_linears(layers: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of a decoder's layers by name.
+
+    Raises:
+        UnsupportedModel: if there are other matrices, such as experts.
+    """
+    linears = {name: module for name, module in layers.named_modules() if type(module) is nn.Linear}
+    matrices = {name for name, weight in layers.named_parameters() if weight.dim() > 1}
+    if other := matrices - {f"{name}.weight" for name in linears}:
+        raise UnsupportedModel(f"layers.{min(other)} is no plain linear layer; load the model with weights='model'")
+    return linears
+
+
+@torch.inference_mode()
+def quantize_weights(model: PreTrainedModel, weights: str, device: torch.device) -> str:
+    """Quantise the linear layers of a model's decoder, one at a time, and move the model to a device.
+
+    Returns the format with the version of its library, for fingerprints: another version may round otherwise.
+
+    Raises:
+        QCFuseError: if the library is not installed, or does not quantise on this device.
+        UnsupportedModel: if the decoder has matrices that are no plain linear layers, such as experts.
+    """
+    chosen = FORMATS[weights]
+    layers = model.get_decoder().get_submodule("layers")
+    for name, module in plain_linears(layers).items():
+        parent, _, child = name.rpartition(".")
+        try:
+            setattr(layers.get_submodule(parent), child, chosen.quantize(module, device))
+        except torch.OutOfMemoryError:
+            raise
+        except ImportError as error:
+            raise QCFuseError(
+                f"weights={weights!r} need {chosen.library}: run `pip install 'qcfuse-rag[quantization]'`"
+            ) from error
+        except Exception as error:  # of the library; which ones depends on its version, the device and the shape
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise QCFuseError(
+                f"{chosen.library} does not quantise layers.{name} to {weights} on {device}: {reason}"
+            ) from error
+    model.to(device)
+    return f"{weights}, {chosen.library} {version(chosen.library)}"
