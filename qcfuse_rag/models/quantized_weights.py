@@ -46,10 +46,9 @@ def _torchao(config_name: str, linear: nn.Linear, device: torch.device, **settin
 
 
 def _nf4(linear: nn.Linear, device: torch.device) -> nn.Module:
-    from bitsandbytes import nn as bnb  # which has no types
+    from bitsandbytes.nn import Linear4bit, Params4bit
 
-    library: Any = bnb
-    layer: nn.Module = library.Linear4bit(
+    layer: nn.Module = Linear4bit(
         linear.in_features,
         linear.out_features,
         bias=linear.bias is not None,
@@ -58,7 +57,7 @@ def _nf4(linear: nn.Linear, device: torch.device) -> nn.Module:
         quant_type="nf4",
         device="meta",
     )
-    weight = library.Params4bit(
+    weight = Params4bit(
         linear.weight.detach(),
         requires_grad=False,
         blocksize=BLOCK_SIZE,

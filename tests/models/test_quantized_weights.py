@@ -63,7 +63,7 @@ def test_what_cannot_be_quantized_is_one_error(
         quantize_weights(build_model("qwen2-moe-silent-window"), "nf4", CPU)
     with pytest.raises(QCFuseError, match=r"torchao does not quantise .*q_proj to int4_weight_only"):
         quantize_weights(build_model("llama"), "int4_weight_only", CPU)  # its rows are no multiple of a group
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.nn", None)
     with pytest.raises(QCFuseError, match=r"need bitsandbytes: run `pip install 'qcfuse-rag\[quantization\]'"):
         quantize_weights(build_model("llama"), "nf4", CPU)
 
