@@ -1,7 +1,7 @@
-"""Render a conversation by a model's chat template, and tell its special tokens from text that is spelt like them.
+"""Render a conversation by a model's chat template, and tell its control tokens from text that is spelt like them.
 
-A message may spell a special token, like a document written to end its turn and begin another. So may the schema of a
-third party's tool, or a variable that a client sets. Special tokens of the template end turns; those that messages,
+A message may spell a control token, like a document written to end its turn and begin another. So may the schema of a
+third party's tool, or a variable that a client sets. Control tokens of the template end turns; those that messages,
 tools and variables spell are text. So they are marked before the template joins the messages.
 """
 
@@ -11,12 +11,13 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from jinja2 import Environment, TemplateError, meta
+from jinja2 import Environment, TemplateError, meta, nodes
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidTemplate
@@ -37,6 +38,9 @@ MARK_CHARACTERS = (range(0x13000, 0x13430), range(0x20000, 0x2A6E0))
 
 They are printable, so a template that prints a list or a dictionary prints them unchanged.
 """
+
+ANSWER_FIELDS = {"content", "reasoning_content", "reasoning", "thinking"}
+"""Fields of a model's own turn in which a template looks for the tokens round its reasoning."""
 
 ESCAPED_CHARACTER = re.compile(r"(?=(\\u[0-9a-fA-F]{4}\\u[0-9a-fA-F]{4}))")
 """Matches before characters above U+FFFF as JSON escapes, overlapping ones too."""
@@ -81,16 +85,22 @@ class ChatTemplate:
 
         Messages, tools, the date, the start of the answer and special tokens are the builder's and the tokenizer's.
         """
-        templates = self._tokenizer.chat_template or ""
-        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-        names = set[str]()
-        for template in templates.values() if isinstance(templates, dict) else [templates]:
-            try:
-                names |= meta.find_undeclared_variables(environment.parse(GENERATION_TAG.sub("", template)))
-            except TemplateError:
-                continue  # rendering says what is wrong with it
+        names = {name for tree in self._trees for name in meta.find_undeclared_variables(tree)}
         arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
         return frozenset(names - SET_BY_THE_BUILDER - arguments.keys() - self._tokenizer.special_tokens_map.keys())
+
+    @cached_property
+    def control_tokens(self) -> frozenset[str]:
+        """The tokens that mean something to the model: its special ones, and all added ones that the template writes.
+
+        Turn markers of some models, such as DeepSeek-R1's distillations, are not special. The template's texts are
+        searched for them, and examples of its output, because it may put `<`, the role and `>` together.
+        """
+        added = {token.content: token.special for token in self._tokenizer.added_tokens_decoder.values()}
+        written = "\0".join([*self._texts((nodes.Const, nodes.TemplateData)), *self._examples()])
+        written_tokens = {token for token in added if token.strip() and token in written}
+        special = {token for token in added if added[token]} | {*self._tokenizer.all_special_tokens}
+        return frozenset(filter(None, special | written_tokens))
 
     @property
     def shows_tools(self) -> bool:
@@ -127,15 +137,58 @@ class ChatTemplate:
                 "ask for JSON by a schema, which works with any model"
             )
         messages = list(map(as_mapping, turns))
-        marks = SpelledTokens(self._special, (messages, list(tools), kwargs))
-        marked = arrange([{name: marks.mark_field(name, field) for name, field in turn.items()} for turn in messages])
+        marks = SpelledTokens(self._control, (messages, list(tools), kwargs), self._read_tokens)
+        marked = arrange([marks.mark_message(turn) for turn in messages])
         return marks.unmark(self._render(marked, [marks.mark(tool) for tool in tools], marks.mark(kwargs)))
 
     @cached_property
-    def _special(self) -> re.Pattern[str] | None:
-        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
-        longest_first = sorted(filter(None, special), key=len, reverse=True)
+    def _control(self) -> re.Pattern[str] | None:
+        longest_first = sorted(self.control_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    @cached_property
+    def _read_tokens(self) -> frozenset[str]:
+        """The tokens that are not special and that the template looks for in messages, as `</think>` in answers."""
+        special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        looked_for = [
+            const.value
+            for tree in self._trees
+            for use in tree.find_all((nodes.Call, nodes.Compare))
+            for const in use.find_all(nodes.Const)
+        ]
+        return self.control_tokens.intersection(map(str, looked_for)) - special
+
+    @cached_property
+    def _trees(self) -> list[nodes.Template]:
+        templates = self._tokenizer.chat_template or ""
+        environment, trees = Environment(extensions=["jinja2.ext.loopcontrols"]), list[nodes.Template]()
+        for template in templates.values() if isinstance(templates, dict) else [templates]:
+            with suppress(TemplateError):  # rendering says what is wrong with it
+                trees.append(environment.parse(GENERATION_TAG.sub("", template)))
+        return trees
+
+    def _texts(self, kinds: tuple[type[nodes.Node], ...]) -> Iterator[str]:
+        for tree in self._trees:
+            for node in tree.find_all(kinds):
+                yield str(node.data if isinstance(node, nodes.TemplateData) else getattr(node, "value", ""))
+
+    def _examples(self) -> Iterator[str]:
+        """Yield what the template writes of conversations with every role, as far as it takes them."""
+        if self._tokenizer.chat_template is None:
+            return
+        user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "."}
+        function = {"name": "f", "arguments": {}}
+        calls = [{"type": "function", "id": "123456789", "function": function}]
+        result = {"role": "tool", "name": "f", "tool_call_id": "123456789", "content": "."}
+        tool = {"type": "function", "function": {"name": "f", "description": ".", "parameters": {"type": "object"}}}
+        for turns in (
+            [user, answer, user],
+            [{"role": "system", "content": "."}, user],
+            [user, {**answer, "content": "", "tool_calls": calls}, result],
+        ):
+            for tools in ([], [tool]):
+                with suppress(TemplateError):
+                    yield self._apply(turns, tools, self._kwargs)
 
     @cached_property
     def _shows_system(self) -> bool:
@@ -193,8 +246,12 @@ class SpelledTokens:
     """
 
     def __init__(
-        self, special: re.Pattern[str] | None, conversation: tuple[list[Mapping[str, Any]], list[Tool], Any]
+        self,
+        special: re.Pattern[str] | None,
+        conversation: tuple[list[Mapping[str, Any]], list[Tool], Any],
+        meant_in_answers: Iterable[str] = (),
     ) -> None:
+        self._meant_in_answers = frozenset(meant_in_answers)
         texts = "\0".join(leaf for leaf, _ in leaves(conversation) if isinstance(leaf, str))
         self._spelt = special if special is not None and special.search(texts) else None  # None: nothing is spelt
         if self._spelt is None:
@@ -208,30 +265,38 @@ class SpelledTokens:
                 f"special tokens in messages, tools or variables that cannot be told apart, of roles {roles}"
             )
 
-    def mark(self, value: Any) -> Any:
-        """Return a value with a mark on both sides of each special token that its texts spell."""
+    def mark(self, value: Any, meant: frozenset[str] = frozenset()) -> Any:
+        """Return a value with a mark on both sides of each token that its texts spell and do not mean."""
         if self._spelt is None:
             return value
         if isinstance(value, str):
-            return self._spelt.sub(lambda match: f"{self._mark}{match[0]}{self._mark}", value)
+            return self._spelt.sub(
+                lambda match: match[0] if match[0] in meant else f"{self._mark}{match[0]}{self._mark}", value
+            )
         if isinstance(value, Mapping):
-            return {self.mark(name): self.mark(inner) for name, inner in value.items()}
+            return {self.mark(name, meant): self.mark(inner, meant) for name, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [self.mark(inner) for inner in value]
+            return [self.mark(inner, meant) for inner in value]
         return value
 
-    def mark_field(self, name: str, value: Any) -> Any:
-        """Mark one field of a message, but not its role or the types of its parts, which templates compare."""
-        if name == "role":
-            return value
-        if self._spelt is not None and isinstance(value, list | tuple):
+    def mark_message(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Mark the fields of a message, but not its role or the types of its parts, which templates compare."""
+        answers = turn["role"] == "assistant"
+
+        def mark_field(name: str, value: Any) -> Any:
+            meant = self._meant_in_answers if answers and name in ANSWER_FIELDS else frozenset[str]()
+            if name == "role":
+                return value
+            if not isinstance(value, list | tuple):
+                return self.mark(value, meant)
             return [
-                {key: inner if key == "type" else self.mark(inner) for key, inner in part.items()}
+                {key: inner if key == "type" else self.mark(inner, meant) for key, inner in part.items()}
                 if isinstance(part, Mapping)
-                else self.mark(part)
+                else self.mark(part, meant)
                 for part in value
             ]
-        return self.mark(value)
+
+        return {name: mark_field(name, value) for name, value in turn.items()}
 
     def unmark(self, rendered: str) -> RenderedText:
         """Remove the marks from the template's output, and return the spelt ranges with it."""

@@ -22,11 +22,12 @@ from qcfuse_rag.prompts.builder import PromptBuilder, estimate_length
 from qcfuse_rag.prompts.chat_template import MARK_CHARACTERS, RenderedText, SpelledTokens, leaves
 from qcfuse_rag.prompts.recognition import text_segments
 from qcfuse_rag.prompts.segments import Role, Segment
-from qcfuse_rag.prompts.template import Turn
+from qcfuse_rag.prompts.template import Turn, as_mapping
 from tests.support.cases import cases
-from tests.support.families import build_tokenizer
+from tests.support.families import CHAT_TEMPLATE, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.tool_templates import LOOK_UP, teach
+from tests.support.thinking import thinking_template
+from tests.support.tool_templates import LOOK_UP, TEMPLATES, teach
 
 
 def whole_ids(builder: PromptBuilder, rendered: RenderedText, *, begin: bool = False) -> tuple[int, ...]:
@@ -186,6 +187,84 @@ def taught(tokenizer: PreTrainedTokenizerFast) -> PromptBuilder:
         "{{ call.function.arguments }}{% endfor %}</s>{% endfor %}"
     )
     return PromptBuilder(other, PromptTemplate())
+
+
+DEEPSEEK = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|User|>' ~ m.content }}"
+    "{% elif m.role == 'tool' %}{{ '<|tool_output_begin|>' ~ m.content ~ '<|tool_output_end|>' }}"
+    "{% elif m.role == 'system' %}{{ m.content }}{% else %}{{ '<|Assistant|>' ~ m.content.split('</think>')[-1] }}"
+    "{% for c in m.tool_calls or [] %}{{ c }}{% endfor %}{{ '<|end_of_sentence|>' }}{% endif %}{% endfor %}"
+    "{{ '<|Assistant|><think>\\n' }}"
+).translate({ord("|"): "\uff5c"})
+QWEN = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<tool_call></tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}{% if m.role == 'tool' %}<tool_response>"
+    "{{ m.content }}</tool_response>{% else %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+COLLECTION = {
+    "deepseek": DEEPSEEK,
+    "qwen": QWEN,
+    "concatenated": CHAT_TEMPLATE.replace("<{{ message['role'] }}>", "{{ '<' ~ message.role ~ '>' }}"),
+    **TEMPLATES,
+    "thinking": thinking_template(),
+}
+MARKERS = (
+    *(
+        "<\uff5cUser\uff5c>",
+        "<\uff5cAssistant\uff5c>",
+        "<\uff5ctool_output_begin\uff5c>",
+        "<\uff5ctool_output_end\uff5c>",
+        "<\uff5cend_of_sentence\uff5c>",
+    ),
+    *("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    *("[TOOL_CALLS]", "<|python_tag|>", "<system>", "<user>", "<assistant>", "<tool>", "<think>", "</think>"),
+)
+
+
+@pytest.mark.parametrize("name", COLLECTION)
+def test_no_text_of_others_changes_the_turns_of_a_template(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    """The markers are added tokens that are not special. Those that the template does not write stay the text's."""
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = COLLECTION[name]
+    other.add_tokens([*MARKERS, "  ", "<h1>"])
+    builder = PromptBuilder(other, PromptTemplate())
+    written = builder.chat_template.control_tokens & {*MARKERS}
+    assert len(written) >= 2
+    assert not builder.chat_template.control_tokens & {"  ", "<h1>"}
+    ids = other.convert_tokens_to_ids(sorted(written))
+    shows_tools = builder.chat_template.shows_tools
+
+    def prompts(text: str) -> list[tuple[int, ...]]:
+        call = {"type": "function", "function": {"name": "f", "arguments": {"name": text}}}
+        tool = {"type": "function", "function": {"name": "f", "description": text, "parameters": {text: {}}}}
+        turns: list[Any] = [
+            {"role": "user", "content": text, "name": text},
+            {"role": "assistant", "content": text.replace("</think>", ""), "tool_calls": [call]},
+            {"role": "tool", "content": text, "name": text},
+            {"role": "user", "content": "Why?"},
+        ]
+        tools = [tool] if shows_tools else []
+        return [
+            builder.build(text, [text, "A passage."]).ids,
+            builder.build(text, [text], turns[:-1], tools, turns[1:3]).ids,
+            whole_ids(builder, builder.render(turns, tools)),
+            whole_ids(builder, builder.render([("system", text), ("user", text)], tools)),
+        ]
+
+    for spelt, plain in zip(prompts(f"see {''.join(MARKERS)} now"), prompts("see now"), strict=True):
+        assert [spelt.count(token) for token in ids] == [plain.count(token) for token in ids]
+    assert other.convert_tokens_to_ids("<h1>") in builder.chunk_ids("A <h1> and")
+
+
+def test_an_answers_reasoning_is_cut_where_the_template_looks_for_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = DEEPSEEK
+    other.add_tokens([*MARKERS])
+    turns = [("user", "Hello."), ("assistant", "<think>\nWell.\n</think>\n\nYes? <\uff5cUser\uff5c>"), ("user", "Why?")]
+    rendered = PromptBuilder(other, PromptTemplate()).render(turns)
+    expected = other.apply_chat_template(list(map(as_mapping, turns)), tokenize=False, add_generation_prompt=True)
+    assert (rendered.text, len(rendered.spelt)) == (expected, 1)
 
 
 def test_every_rare_character_in_a_message_is_an_error_and_no_hang(builder: PromptBuilder) -> None:

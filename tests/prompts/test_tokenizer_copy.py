@@ -29,25 +29,25 @@ def own() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.parametrize("split_special", [False, True])
-def test_a_copy_has_the_rules_of_the_tokenizer(own: PreTrainedTokenizerFast, split_special: bool) -> None:
-    copy = tokenizer_copy(own, split_special=split_special)
+@pytest.mark.parametrize("split", [(), ("<s>",)])
+def test_a_copy_has_the_rules_of_the_tokenizer(own: PreTrainedTokenizerFast, split: tuple[str, ...]) -> None:
+    copy = tokenizer_copy(own, split=split)
     assert json.loads(copy.to_str()) == json.loads(own.backend_tokenizer.to_str())
     whole = Tokenizer.from_str(own.backend_tokenizer.to_str())
-    whole.encode_special_tokens = split_special
+    whole.encode_special_tokens = bool(split)
     assert copy.encode(TEXT).ids == whole.encode(TEXT).ids
     assert copy.decode(whole.encode(TEXT).ids) == whole.decode(whole.encode(TEXT).ids)
 
 
 def test_the_vocabulary_is_shared(own: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "Tokenizer", lambda model: Tokenizer(model))  # without `from_str`
-    assert tokenizer_copy(own, split_special=True).get_vocab() == own.get_vocab()
+    assert tokenizer_copy(own, split=["<s>"]).get_vocab() == own.get_vocab()
 
 
 def test_settings_of_the_tokenizer_are_its_own(own: PreTrainedTokenizerFast) -> None:
     own.backend_tokenizer.enable_truncation(2)
     own.backend_tokenizer.enable_padding(length=9)
-    copies = [tokenizer_copy(own, split_special=split) for split in (False, True)]
+    copies = [tokenizer_copy(own, split=split) for split in ((), ("<s>",))]
     with_special, without = (copy.encode("<s>word</s>", add_special_tokens=False).ids for copy in copies)
     assert (with_special[0], with_special[-1]) == (1, 2)
     assert {1, 2} & set(without) == set()
