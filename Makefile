@@ -76,9 +76,9 @@ ray: setup
 	QCFUSE_RAY=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/ray
 
 # Over the oldest versions that are supported: the frameworks' objects, and of transformers every family of models.
-# NLTK_DATA: llama-index-core 0.13.0 looks for its own word lists below the user's cache and else downloads them.
+# NLTK_DATA: llama-index-core 0.14.5 looks for its own word lists below the user's cache and else downloads them.
 oldest: setup
-	$(BIN)/pip install -q --upgrade --no-deps --target .oldest llama-index-core==0.13.0 llama-index-workflows==1.3.0 \
+	$(BIN)/pip install -q --upgrade --no-deps --target .oldest llama-index-core==0.14.5 llama-index-workflows==2.8.0 \
 		llama-index-instrumentation==0.4.0 langchain-core==1.6.0 transformers==5.15.0 tokenizers==0.22.2
 	NLTK_DATA=$(CURDIR)/.oldest/llama_index/core PYTHONPATH=.oldest \
 		$(PYTEST) -q --families=all -m "not real" -k "not standard" integrations \

@@ -9,7 +9,7 @@ from qcfuse_rag.engine.scheduler import AnswerRequest, EngineHandle, RequestHand
 from qcfuse_rag.generation.decoding import FINISH_REASONS
 from qcfuse_rag.generation.response_format import Delta, ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS
-from qcfuse_rag.generation.tool_parsers import ParsedResponse
+from qcfuse_rag.generation.tool_parsers import ParsedResponse, can_call_tools
 from qcfuse_rag.integrations.engine_settings import EngineSettings
 from qcfuse_rag.integrations.passages import Passage, warm_passages
 
@@ -26,6 +26,7 @@ __all__ = [
     "RequestHandle",
     "ResponseFormat",
     "ResponseReader",
+    "can_call_tools",
     "warm_passages",
     "warn_caller",
     "warn_not_stored",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,11 +59,22 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, *parts: str) -> None:
 
     The answers of requests with a grammar of their own stay theirs.
     """
+    answer_by(monkeypatch, lambda form: None if form.has_grammar else parts)
+
+
+def answer_in_turn(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+    """Make the models write these answers, like `answer_with`, one for each request without a grammar."""
+    rest = iter(answers)
+    answer_by(monkeypatch, lambda form: None if form.has_grammar else [next(rest)])
+
+
+def answer_by(monkeypatch: pytest.MonkeyPatch, choose: Callable[[ResponseFormat], Sequence[str] | None]) -> None:
+    """Make the models write the parts of an answer that is chosen by the response format; None: their own."""
     sampling = ResponseFormat.sampling
 
     def forced(self: ResponseFormat, params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-        params = sampling(self, params, tokenizer)
-        return params if params.grammar is not None else replace(params, grammar=grammar_of(tokenizer, parts))
+        params, parts = sampling(self, params, tokenizer), choose(self)
+        return params if parts is None else replace(params, grammar=grammar_of(tokenizer, parts))
 
     monkeypatch.setattr(ResponseFormat, "sampling", forced)
 

@@ -39,7 +39,7 @@ def query_engine(llm: QCFuseLLM, index: VectorStoreIndex, **options: Any) -> Any
 
 
 def test_classes_are_what_llama_index_expects() -> None:
-    assert {"CustomLLM", "LLM", "BaseLLM"} <= {base.__name__ for base in QCFuseLLM.__mro__}
+    assert {"FunctionCallingLLM", "LLM", "BaseLLM"} <= {base.__name__ for base in QCFuseLLM.__mro__}
     assert "BaseSynthesizer" in {base.__name__ for base in QCFuseSynthesizer.__mro__}
     assert "BaseNodePostprocessor" in {base.__name__ for base in QCFusePostprocessor.__mro__}
     assert "TransformComponent" in {base.__name__ for base in QCFuseWarmup.__mro__}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
 from llama_index.core.schema import NodeWithScore, TextNode
 
@@ -37,9 +36,7 @@ def thinking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reasoning(response: ChatResponse) -> str | None:
-    """Return the reasoning of a message: of its block, where llama-index-core has such blocks."""
-    if not hasattr(types, "ThinkingBlock"):
-        return response.message.additional_kwargs.get("reasoning_content")
+    """Return the reasoning of a message: of its block."""
     blocks = [block.content for block in response.message.blocks if block.block_type == "thinking"]
     return blocks[0] if blocks else None
 

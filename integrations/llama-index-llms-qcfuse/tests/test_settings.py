@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core.base.llms import types
-from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
+from llama_index.core.base.llms.types import ChatMessage, CitableBlock, ImageBlock, TextBlock
 from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
@@ -108,9 +107,7 @@ def test_images_are_refused(llm: QCFuseLLM) -> None:
 
 
 def test_the_text_of_citable_blocks_is_read() -> None:
-    if not hasattr(types, "CitableBlock"):
-        pytest.skip("this llama-index-core has no such block")
-    citable = types.CitableBlock(title="Harbour", source="a.md", content=[TextBlock(text="Orla.")])
+    citable = CitableBlock(title="Harbour", source="a.md", content=[TextBlock(text="Orla.")])
     blocks = [TextBlock(text="Who paints?"), citable]
     assert turn_of(ChatMessage(blocks=blocks))["content"] == "Who paints?\nOrla."
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from importlib.util import find_spec
 from typing import Any
@@ -21,22 +21,35 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.custom import CustomLLM
-from llama_index.core.llms.llm import default_completion_to_prompt
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.tools import BaseTool
+from llama_index.core.types import PydanticProgramMode
 
 from llama_index.llms.qcfuse.events import finish
-from llama_index.llms.qcfuse.messages import chat_response, logprobs_of, reasoning_kwargs, turn_of
-from qcfuse_rag import FusionEngine, Prompt, SamplingParams
+from llama_index.llms.qcfuse.messages import (
+    INVALID_CALLS_KEY,
+    answer_message,
+    broken_text,
+    completion_response,
+    logprobs_of,
+    reasoning_kwargs,
+    tool_selections,
+    turn_of,
+)
+from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams
 from qcfuse_rag.integrations import (
     SAMPLING_SETTINGS,
     AnswerRequest,
     Delta,
     EngineHandle,
     EngineSettings,
+    ParsedResponse,
     RequestHandle,
     ResponseFormat,
     ResponseReader,
+    can_call_tools,
     warn_unused,
 )
 from qcfuse_rag.prompts.template import Turn
@@ -47,6 +60,9 @@ CALL_SETTINGS = (
     "logprobs",
     "top_logprobs",
     "stop",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
     "response_format",
     "chat_template_kwargs",
 )
@@ -79,13 +95,13 @@ def following_schema(predict: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(predict)
     def predict_by_schema(
-        self: CustomLLM,
+        self: FunctionCallingLLM,
         output_cls: type[BaseModel],
         prompt: BasePromptTemplate,
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        if find_spec("llguidance") is not None:
+        if self.pydantic_program_mode is PydanticProgramMode.LLM and find_spec("llguidance") is not None:
             schema = {"name": output_cls.__name__, "schema": output_cls.model_json_schema()}
             llm_kwargs = {"response_format": {"type": "json_schema", "json_schema": schema}, **(llm_kwargs or {})}
         return predict(self, output_cls, prompt, llm_kwargs, **prompt_args)
@@ -93,7 +109,7 @@ def following_schema(predict: Callable[..., Any]) -> Callable[..., Any]:
     return predict_by_schema
 
 
-class QCFuseLLM(EngineSettings, CustomLLM):
+class QCFuseLLM(EngineSettings, FunctionCallingLLM):
     """A transformers model in this process, run by qcfuse-rag's engine.
 
     Warmed nodes are found in LlamaIndex's prompts and not prefilled again. All other text is prefilled as usual.
@@ -101,6 +117,9 @@ class QCFuseLLM(EngineSettings, CustomLLM):
 
     One thread answers all calls, from any number of threads and event loops. It prefills short prompts
     first and long ones in parts, and decodes answers together.
+
+    Agents can call tools if the model's own chat template shows them. The arguments of a required call follow the
+    tool's schema, which needs `qcfuse-rag[structured]`.
 
     Example:
         ```python
@@ -117,6 +136,9 @@ class QCFuseLLM(EngineSettings, CustomLLM):
     model: str = Field(description="Hugging Face id, local folder or GGUF file.")
     max_new_tokens: int = Field(default=256, description="Most tokens to generate.", gt=0)
     stop: list[str] = Field(default_factory=list, description="Strings that end an answer.")
+    pydantic_program_mode: PydanticProgramMode = Field(
+        default=PydanticProgramMode.LLM, description="How objects are written: LLM: as text, which any model can."
+    )
 
     _handle: EngineHandle | None = PrivateAttr(default=None)
 
@@ -137,6 +159,7 @@ class QCFuseLLM(EngineSettings, CustomLLM):
             context_window=self.engine.lm.context_window.tokens,
             num_output=self.max_new_tokens,
             is_chat_model=self.engine.lm.tokenizer.chat_template is not None,
+            is_function_calling_model=can_call_tools(self.engine.lm.tokenizer),
             model_name=self.model,
         )
 
@@ -148,67 +171,101 @@ class QCFuseLLM(EngineSettings, CustomLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete a text, as a user turn of the chat template unless `formatted`."""
-        return self.answer(self._text(prompt, formatted, kwargs), kwargs)
+        return completion_response(self.answer(self._text(prompt, formatted, kwargs), kwargs))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Complete a text piece by piece."""
-        return self._completions(self._text(prompt, formatted, kwargs), kwargs)
+        pieces = self._pieces(self._text(prompt, formatted, kwargs), kwargs)
+        return (completion_response(piece) for piece in pieces)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation."""
-        return chat_response(self.answer(self._chat(messages, kwargs), kwargs))
+        return self.answer(self._chat(messages, kwargs), kwargs)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece."""
-        pieces = self._completions(self._chat(messages, kwargs), kwargs)
-        return (chat_response(piece) for piece in pieces)
+        return self._pieces(self._chat(messages, kwargs), kwargs)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete a text without blocking the event loop."""
-        return await self.aanswer(self._text(prompt, formatted, kwargs), kwargs)
+        return completion_response(await self.aanswer(self._text(prompt, formatted, kwargs), kwargs))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Complete a text piece by piece without blocking the event loop."""
-        return self._acompletions(self._text(prompt, formatted, kwargs), kwargs)
+        pieces = self._apieces(self._text(prompt, formatted, kwargs), kwargs)
+        return (completion_response(piece) async for piece in pieces)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation without blocking the event loop."""
-        return chat_response(await self.aanswer(self._chat(messages, kwargs), kwargs))
+        return await self.aanswer(self._chat(messages, kwargs), kwargs)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Answer a conversation piece by piece without blocking the event loop."""
-        pieces = self._acompletions(self._chat(messages, kwargs), kwargs)
-        return (chat_response(piece) async for piece in pieces)
+        return self._apieces(self._chat(messages, kwargs), kwargs)
 
-    structured_predict = following_schema(CustomLLM.structured_predict)
-    astructured_predict = following_schema(CustomLLM.astructured_predict)
-    stream_structured_predict = following_schema(CustomLLM.stream_structured_predict)
-    astream_structured_predict = following_schema(CustomLLM.astream_structured_predict)
+    structured_predict = following_schema(FunctionCallingLLM.structured_predict)
+    astructured_predict = following_schema(FunctionCallingLLM.astructured_predict)
+    stream_structured_predict = following_schema(FunctionCallingLLM.stream_structured_predict)
+    astream_structured_predict = following_schema(FunctionCallingLLM.astream_structured_predict)
 
-    def answer(self, request: AnswerRequest, kwargs: dict[str, Any]) -> CompletionResponse:
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """Return the calls of tools in an answer.
+
+        Raises:
+            ValueError: if there is none, and `error_on_no_tool_call`.
+        """
+        calls = tool_selections(response)
+        if not calls and error_on_no_tool_call:
+            reasons = response.additional_kwargs.get(INVALID_CALLS_KEY) or ["it is text"]
+            raise ValueError(f"the answer calls no tool: {'; '.join(reasons)}: {response.message.content!r}")
+        return calls
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        asked = [ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg] if user_msg else []
+        return {
+            "messages": [*(chat_history or []), *asked],
+            "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools],
+            "tool_choice": tool_choice or ("required" if tool_required else None),
+            "parallel_tool_calls": allow_parallel_tool_calls,
+            **kwargs,
+        }
+
+    def answer(self, request: AnswerRequest, kwargs: dict[str, Any]) -> ChatResponse:
         """Answer a prompt, and report its prefill to LlamaIndex's instrumentation."""
         answer = self._current_handle().submit(request)
         try:
             answer.result()
         finally:
             finish(answer)
-        return self._completion(answer, kwargs)
+        return self._whole(answer, kwargs)
 
-    async def aanswer(self, request: AnswerRequest, kwargs: dict[str, Any]) -> CompletionResponse:
+    async def aanswer(self, request: AnswerRequest, kwargs: dict[str, Any]) -> ChatResponse:
         """Answer a prompt like `answer` without blocking the event loop; cancelling the task cancels the request."""
         answer = await self._current_handle().asubmit(request)
         try:
             await answer.aresult()
         finally:
             finish(answer)
-        return self._completion(answer, kwargs)
+        return self._whole(answer, kwargs)
 
     def _request(
         self, conversation: Conversation, kwargs: dict[str, Any], *, plain: str | None = None
@@ -219,6 +276,9 @@ class QCFuseLLM(EngineSettings, CustomLLM):
         """
         warn_unused(kwargs, CALL_SETTINGS)
         sampling, response_format = self.sampling(**kwargs), _response_format(kwargs)
+        tools = response_format.visible_tools
+        if tools and isinstance(conversation, PreparedMessages | str):
+            raise ValueError("the model's chat template shows tools, so give messages, and no `messages_to_prompt`")
 
         def build(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
             tokenizer = engine.lm.tokenizer
@@ -226,7 +286,7 @@ class QCFuseLLM(EngineSettings, CustomLLM):
                 prompt = conversation.build(engine)
             else:
                 text = conversation if plain is None or tokenizer.chat_template is not None else plain
-                prompt = engine.prompt_from_text(text, chat_template_kwargs=kwargs.get("chat_template_kwargs"))
+                prompt = engine.prompt_from_text(text, tools, chat_template_kwargs=kwargs.get("chat_template_kwargs"))
             return prompt, response_format.sampling(sampling, tokenizer)
 
         return build
@@ -248,8 +308,8 @@ class QCFuseLLM(EngineSettings, CustomLLM):
             return self._request(self.messages_to_prompt(messages), kwargs)
         return self._request([turn_of(message) for message in messages], kwargs)
 
-    def _completions(self, request: AnswerRequest, kwargs: dict[str, Any]) -> CompletionResponseGen:
-        answer, so_far = self._current_handle().submit(request), Delta("", "")
+    def _pieces(self, request: AnswerRequest, kwargs: dict[str, Any]) -> ChatResponseGen:
+        answer, so_far = self._current_handle().submit(request), Delta()
         reader = self._reader(answer, kwargs)
         try:
             for text in answer:
@@ -258,10 +318,10 @@ class QCFuseLLM(EngineSettings, CustomLLM):
                     yield _grown(so_far, piece)
         finally:
             finish(answer)
-        yield from self._ends(answer, so_far, reader, kwargs)
+        yield from self._ends(answer, so_far, reader)
 
-    async def _acompletions(self, request: AnswerRequest, kwargs: dict[str, Any]) -> CompletionResponseAsyncGen:
-        answer, so_far = await self._current_handle().asubmit(request), Delta("", "")
+    async def _apieces(self, request: AnswerRequest, kwargs: dict[str, Any]) -> ChatResponseAsyncGen:
+        answer, so_far = await self._current_handle().asubmit(request), Delta()
         reader = self._reader(answer, kwargs)
         try:
             async for text in answer:
@@ -270,40 +330,48 @@ class QCFuseLLM(EngineSettings, CustomLLM):
                     yield _grown(so_far, piece)
         finally:
             finish(answer)
-        for end in self._ends(answer, so_far, reader, kwargs):
+        for end in self._ends(answer, so_far, reader):
             yield end
 
-    def _ends(
-        self, answer: RequestHandle, so_far: Delta, reader: ResponseReader, kwargs: dict[str, Any]
-    ) -> Iterator[CompletionResponse]:
+    def _ends(self, answer: RequestHandle, so_far: Delta, reader: ResponseReader) -> Iterator[ChatResponse]:
         """Yield the last piece of a stream, and the whole answer."""
         assert answer.generation is not None
-        piece = reader.finish(answer.generation)[0]
+        rest, parsed = reader.finish(answer.generation)
+        piece = Delta(rest.text + broken_text(parsed), rest.reasoning)
         yield _grown(Delta(*map(operator.add, so_far, piece)), piece)
-        yield self._completion(answer, kwargs).model_copy(update={"delta": ""})
+        yield self._response(answer.generation, parsed).model_copy(update={"delta": ""})
 
-    def _completion(self, request: RequestHandle, kwargs: dict[str, Any]) -> CompletionResponse:
-        """Return a finished answer with its token counts; its reasoning is apart from its text."""
-        assert request.generation is not None
-        _, response = self._reader(request, kwargs).finish(request.generation)
-        usage = request.generation.usage
+    def _whole(self, answer: RequestHandle, kwargs: dict[str, Any]) -> ChatResponse:
+        assert answer.generation is not None
+        return self._response(answer.generation, self._reader(answer, kwargs).finish(answer.generation)[1])
+
+    def _response(self, generation: Generation, parsed: ParsedResponse) -> ChatResponse:
+        """Return a finished answer with its token counts."""
+        usage = generation.usage
         counts = {
             "prompt_tokens": usage.input_tokens,
             "completion_tokens": usage.output_tokens,
             "total_tokens": usage.input_tokens + usage.output_tokens,
         }
-        return CompletionResponse(
-            text=response.content,
-            raw=request.generation.to_dict(),
-            logprobs=logprobs_of(request.generation, self.engine.lm.tokenizer),
-            additional_kwargs={**counts, **reasoning_kwargs(response.reasoning)},
+        invalid = {INVALID_CALLS_KEY: [call.reason for call in parsed.broken]} if parsed.broken else {}
+        return ChatResponse(
+            message=answer_message(parsed),
+            raw=generation.to_dict(),
+            logprobs=logprobs_of(generation, self.engine.lm.tokenizer),
+            additional_kwargs={**counts, **reasoning_kwargs(parsed.reasoning), **invalid},
         )
 
 
 def _response_format(kwargs: dict[str, Any]) -> ResponseFormat:
-    return ResponseFormat(response_format=kwargs.get("response_format"))
+    return ResponseFormat(
+        kwargs.get("tools") or (),
+        kwargs.get("tool_choice"),
+        kwargs.get("response_format"),
+        kwargs.get("parallel_tool_calls") is not False,
+    )
 
 
-def _grown(so_far: Delta, piece: Delta) -> CompletionResponse:
+def _grown(so_far: Delta, piece: Delta) -> ChatResponse:
+    message = answer_message(ParsedResponse(so_far.text, reasoning=so_far.reasoning))
     extra = reasoning_kwargs(so_far.reasoning, piece.reasoning)
-    return CompletionResponse(text=so_far.text, delta=piece.text, additional_kwargs=extra)
+    return ChatResponse(message=message, delta=piece.text, additional_kwargs=extra)
