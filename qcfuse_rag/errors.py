@@ -15,8 +15,16 @@ class UnsupportedModel(QCFuseError):
     """Reusing this model's keys and values would give wrong results; the message names the reason."""
 
 
-class PromptTooLong(QCFuseError):
-    """The prompt and the tokens to generate exceed the model's context window."""
+class PromptTooLong(QCFuseError, ValueError):
+    """The prompt exceeds the model's context window. LlamaIndex raises a `ValueError` for that, so this is one, too."""
+
+
+class InvalidSetting(QCFuseError):
+    """A setting of one request cannot be used. `param` is its name, `code` the kind of fault in OpenAI's words."""
+
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
 
 
 class Busy(QCFuseError):

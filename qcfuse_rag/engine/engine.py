@@ -18,7 +18,7 @@ from qcfuse_rag.engine.first_passes import measure_recorded_pass, run_first_pass
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.lookup import rows_if_stored
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import PartRows, Parts, Prefilled, complete, fuse_in_parts
+from qcfuse_rag.fusion.pipeline import PartRows, Parts, Prefilled, answer_room, complete, fuse_in_parts
 from qcfuse_rag.fusion.prefix_cache import PrefixCache
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decoding import Generation, TextStream
@@ -288,13 +288,13 @@ class FusionEngine:
         Args:
             prompt: from `prompt`.
             method: the engine's own by default.
-            answer_tokens: tokens to reserve for the answer.
+            answer_tokens: tokens to reserve for the answer, as many as fit.
             part_rows: the most rows of a part; None for one part.
             prefixes: where to find the beginning of the prompt and to keep prompt and answer, which is done when the
                 answer has ended; None for neither.
 
         Raises:
-            PromptTooLong: if prompt and answer exceed the context window.
+            PromptTooLong: if the prompt exceeds the context window; a long answer is cut to what fits.
         """
         shadow = self._shadow
         chosen = method or (self.method if shadow is None else shadow.method(self.method))
@@ -330,13 +330,14 @@ class FusionEngine:
         before its next token.
 
         Raises:
-            PromptTooLong: if prompt and answer exceed the context window.
+            PromptTooLong: if the prompt exceeds the context window; a long answer is cut to what fits.
             InvalidGrammar: if there is a grammar and it cannot be followed.
         """
         params = sampling or SamplingParams()
         sampler = Sampler(params, self.lm)  # refuses an impossible grammar before anything is computed
-        answer_tokens = params.max_new_tokens
-        parts = self.prefill_in_parts(prompt, method=method, answer_tokens=answer_tokens, prefixes=self.prefixes)
+        asked = params.max_new_tokens
+        params = replace(params, max_new_tokens=answer_room(self.lm, prompt, asked))
+        parts = self.prefill_in_parts(prompt, method=method, answer_tokens=asked, prefixes=self.prefixes)
         return TextStream(self.runner, complete(parts), params, cancel=cancel, sampler=sampler)
 
     def generate(

@@ -25,7 +25,7 @@ import traceback
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -34,7 +34,7 @@ from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import Busy, Closed, MisplacedSetting, QCFuseError
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import Parts, Prefilled, check_window
+from qcfuse_rag.fusion.pipeline import Parts, Prefilled, answer_room
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.completion import TokenLogprob
 from qcfuse_rag.generation.decoding import Decoder, Generation, HealingDecoder, make_decoder
@@ -52,7 +52,7 @@ class RequestHandle(Iterator[str]):
     To stop reading does not end the answer; `cancel` does. Leaving an `async for` before its end cancels.
 
     Attributes:
-        prompt, params, method: as submitted.
+        prompt, params, method: as submitted, but `max_new_tokens` is what fits.
         report: the report of the prefill; None before it is done.
         scores: the scores of the prefill's probe; None before it is done, and if there was no probe.
         generation: the finished answer; None before that.
@@ -179,8 +179,10 @@ class RequestHandle(Iterator[str]):
 class _RunningRequest:
     """The scheduler's side: the prefill of a request in parts, then its decoder."""
 
-    def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
-        self.prompt, self.params, self.method = prompt, params, method
+    def __init__(
+        self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, method: Method | None, asked_tokens: int
+    ) -> None:
+        self.prompt, self.params, self.method, self.asked_tokens = prompt, params, method, asked_tokens
         self.handle = RequestHandle(prompt, params, method)
         self.rows_left = len(prompt)  # still to be computed; predicted before the prefill begins
         self.part_rows = 0  # most rows of the next part of its prefill
@@ -321,12 +323,13 @@ class Scheduler:
 
         Raises:
             Busy: if the queue is full.
-            PromptTooLong: if prompt and answer exceed the context window.
+            PromptTooLong: if the prompt exceeds the context window; a long answer is cut to what fits.
             Closed: if the engine is closed.
         """
         params = sampling or SamplingParams()
-        check_window(self._engine.lm, prompt, params.max_new_tokens)
-        request = _RunningRequest(self._engine.lm, prompt, params, method)
+        asked = params.max_new_tokens
+        params = replace(params, max_new_tokens=answer_room(self._engine.lm, prompt, asked))
+        request = _RunningRequest(self._engine.lm, prompt, params, method, asked)
         request.rows_left = self._engine.predict_rows(prompt, method)
         with self._changed:
             if self._closed:
@@ -436,7 +439,7 @@ class Scheduler:
         request.prefill = self._engine.prefill_in_parts(
             request.prompt,
             method=request.method,
-            answer_tokens=request.params.max_new_tokens,
+            answer_tokens=request.asked_tokens,
             part_rows=lambda: self._part_rows(request),
             prefixes=self._engine.prefixes,
         )

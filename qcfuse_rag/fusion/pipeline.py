@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TypeVar
@@ -17,7 +17,7 @@ from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.lookup import LookupPlan, Lookups, plan_lookups
 from qcfuse_rag.fusion.method import Method, PassStart
 from qcfuse_rag.fusion.prefix_cache import PrefixLease
-from qcfuse_rag.fusion.report import FusionReport, Timings, describe_misses
+from qcfuse_rag.fusion.report import FusionReport, Timings, describe_limit, describe_misses
 from qcfuse_rag.fusion.selectors import Selection, check_selection, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.prompts.segments import Prompt
@@ -83,7 +83,7 @@ def fuse_prompt(runner: ModelRunner, prompt: Prompt, method: Method, *, answer_t
     """Bring a prompt to its first token; see `fuse_in_parts`.
 
     Raises:
-        PromptTooLong: if prompt and answer do not fit the model's context window.
+        PromptTooLong: if the prompt does not fit the model's context window.
         ValueError: if the method's selector breaks its contract.
     """
     return complete(fuse_in_parts(runner, prompt, method, answer_tokens=answer_tokens))
@@ -107,15 +107,15 @@ def fuse_in_parts(
         runner: the model and the store.
         prompt: the prompt.
         method: what to reuse and what to recompute.
-        answer_tokens: tokens to reserve for the answer.
+        answer_tokens: tokens to reserve for the answer, as many as fit; the report says if fewer do.
         lease: the beginning that earlier requests have computed; None for nothing.
         part_rows: the most rows of a part; None for one part. A method with a layer hook computes its rows in one part.
 
     Raises:
-        PromptTooLong: if prompt and answer do not fit the model's context window.
+        PromptTooLong: if the prompt does not fit the model's context window.
         ValueError: if the method's selector breaks its contract.
     """
-    check_window(runner.lm, prompt, answer_tokens)
+    room = answer_room(runner.lm, prompt, answer_tokens)
     started = time.perf_counter()
     wait_budget = WaitBudget(runner.load_limit_s)
     try:
@@ -127,9 +127,11 @@ def fuse_in_parts(
         attempt = FuseAttempt(runner, method, lease, part_rows, lookups, wait_budget, decision, started)
         retried = False
         while True:  # every turn does without at least one entry more
-            fused = FusedPrompt.empty(runner, prompt, len(prompt) + answer_tokens)
+            fused = FusedPrompt.empty(runner, prompt, len(prompt) + room)
             try:
-                return (yield from attempt.run(fused, wait_first=retried))
+                prefilled = yield from attempt.run(fused, wait_first=retried)
+                limit = None if room == answer_tokens else describe_limit(room, answer_tokens)
+                return replace(prefilled, report=replace(prefilled.report, answer_limit=limit))
             except LateMissError as late:
                 assert lookups is not None
                 lookups.reject(late)
@@ -141,17 +143,20 @@ def fuse_in_parts(
         wait_budget.close()
 
 
-def check_window(lm: LanguageModel, prompt: Prompt, answer_tokens: int) -> None:
-    """Check that a prompt and its answer fit the model's context window.
+def answer_room(lm: LanguageModel, prompt: Prompt, answer_tokens: int) -> int:
+    """Return how many of so many tokens fit behind a prompt in the model's context window.
 
     Raises:
-        PromptTooLong: if they do not.
+        PromptTooLong: if not even one does.
     """
-    if len(prompt) + answer_tokens > lm.context_window.tokens:
+    room = lm.context_window.tokens - len(prompt)
+    if room < min(answer_tokens, 1):
         raise PromptTooLong(
-            f"{len(prompt):,} prompt tokens and {answer_tokens:,} for the answer exceed the context window of "
-            f"{lm.context_window.tokens:,} ({lm.context_window.reason}); retrieve fewer passages or generate less"
+            f"a prompt of {len(prompt):,} tokens with an answer exceeds the context window of "
+            f"{lm.context_window.tokens:,} tokens ({lm.context_window.reason}); retrieve fewer passages, or leave out "
+            "earlier turns"
         )
+    return min(room, answer_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ class FusionReport:
         fallback: why the request fell back to full prefill of some or all passages, or None.
         predicted_s: seconds to the first token that the costs of the method's guard predict for what was done, to be
             compared with `timings.ttft_s` less `timings.others_s`; None without a guard, and if it was not asked.
+        answer_limit: why the answer may have fewer tokens than were asked for; None if it may have all.
     """
 
     method: str
@@ -104,6 +105,7 @@ class FusionReport:
     fallback: str | None
     predicted_s: float | None = None
     prefix_tokens: int = 0
+    answer_limit: str | None = None
 
     @property
     def work(self) -> float:
@@ -120,6 +122,11 @@ class FusionReport:
         data = asdict(self)
         data["timings"]["ttft_s"] = self.timings.ttft_s
         return data
+
+
+def describe_limit(room: int, asked: int, reason: str = "no more fit the context window") -> str:
+    """Say in one line that an answer may have fewer tokens than were asked for."""
+    return f"the answer may have {room:,} tokens instead of {asked:,}: {reason}"
 
 
 def describe_misses(lookups: list[Lookup]) -> str | None:

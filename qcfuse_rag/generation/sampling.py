@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from qcfuse_rag.errors import InvalidGrammar, QCFuseError
+from qcfuse_rag.errors import InvalidGrammar, InvalidSetting
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.runtime.language_model import LanguageModel
 
@@ -102,8 +102,8 @@ class Sampler:
 
     Raises:
         InvalidGrammar: if the grammar cannot be followed.
-        QCFuseError: if there is a grammar and llguidance is not installed, or `logit_bias` names an id outside of
-            the vocabulary.
+        QCFuseError: if there is a grammar and llguidance is not installed.
+        InvalidSetting: if `logit_bias` names an id outside of the vocabulary.
     """
 
     def __init__(self, params: SamplingParams, lm: LanguageModel) -> None:
@@ -113,7 +113,8 @@ class Sampler:
         self._biases = torch.tensor([bias for _, bias in params.logit_bias], device=lm.device)
         vocabulary = lm.model.get_input_embeddings().num_embeddings
         if unknown := [token for token, _ in params.logit_bias if not 0 <= token < vocabulary]:
-            raise QCFuseError(f"logit_bias names token {unknown[0]}, and the model's tokens end at {vocabulary - 1}")
+            message = f"logit_bias names token {unknown[0]}, and the model's tokens end at {vocabulary - 1}"
+            raise InvalidSetting(message, "logit_bias")
         self._greedy = params.temperature == 0
         self._constraint = None if params.grammar is None else Constraint(lm.grammar_vocabulary, params.grammar)
         self._generator = torch.Generator(device=lm.device)

@@ -9,6 +9,8 @@ from typing import Any
 
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.errors import PromptTooLong
+from qcfuse_rag.fusion.pipeline import answer_room
 from qcfuse_rag.generation.decoding import Generation, TextStream
 from qcfuse_rag.generation.response_format import Delta, ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
@@ -74,11 +76,13 @@ class LibrarySession:
         """Retrieve passages for a question after earlier turns, prefill the prompt, and return the answer as a stream.
 
         Raises:
-            PromptTooLong: if history, passages and answer exceed the model's context window.
+            PromptTooLong: if passages exceed the model's context window, or do with history and the whole answer.
         """
         asked = [text for role, text in history if role == "user"]
         passages = self.retriever.retrieve(question, self.count, after=asked[-1] if asked else None)
         prompt = self.engine.prompt(question, [passage.text for passage in passages], history)
+        if history and answer_room(self.engine.lm, prompt, max_new_tokens) < max_new_tokens:
+            raise PromptTooLong(f"the earlier turns leave no room for an answer of {max_new_tokens:,} tokens")
         tokenizer, text = self.engine.lm.tokenizer, ResponseFormat()
         params = SamplingParams(max_new_tokens=max_new_tokens, fidelity=self.fidelity)
         stream = self.engine.stream(prompt, text.sampling(params, tokenizer))

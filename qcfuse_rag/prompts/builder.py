@@ -86,7 +86,7 @@ class PromptTokenizer:
         """Refuse more tokens than are made for the context window."""
         if self._context_tokens is not None and tokens > max(2 * self._context_tokens, CHEAP_TOKENS):
             raise PromptTooLong(
-                f"more than {tokens:,} tokens cannot fit a context window of {self._context_tokens:,} tokens"
+                f"a prompt of over {tokens:,} tokens exceeds the context window of {self._context_tokens:,} tokens"
             )
 
     def require_short(self, *parts: object) -> None:
@@ -103,7 +103,7 @@ class PromptTokenizer:
         visible = sum(len("".join(leaf.split())) for leaf, _ in leaves(parts) if isinstance(leaf, str))
         if characters > window * self.longest_token or visible > window * longest_visible:
             raise PromptTooLong(
-                f"a prompt of about {characters:,} characters cannot fit a context window of {window:,} tokens"
+                f"a prompt of about {characters:,} characters exceeds the context window of {window:,} tokens"
             )
 
     def _encoding(

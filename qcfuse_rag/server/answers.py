@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from anyio import to_thread
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from qcfuse_rag.server.backend import Backend
 from qcfuse_rag.server.bodies import (
     CLIENT_CLOSED,
     JsonBodies,
-    error_body,
     error_response,
     long_json_response,
     wait_while_connected,
 )
+from qcfuse_rag.server.event_response import event_response
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import (
     AnswerFormat,
     ChatFormat,
     CompletionFormat,
     Event,
-    Failure,
     LastPiece,
     Piece,
+    Queued,
 )
+from qcfuse_rag.server.protocol.failures import Failure, failure_of, unknown_model
 from qcfuse_rag.server.protocol.generation_request import CompletionRequest, GenerationRequest
 
-LOG = logging.getLogger(__name__)
+HEADERS_S = 1.0
+"""Most seconds until a stream's headers are sent; a request that is refused by then has another status than 200."""
 
 
 def answer_routes(backend: Backend, bodies: JsonBodies, max_documents: int) -> list[Route]:
@@ -46,7 +47,8 @@ def answer_routes(backend: Backend, bodies: JsonBodies, max_documents: int) -> l
         chat_request = await bodies.read(request, ChatRequest)
         count = len(chat_request.given_documents or ())
         if count > max_documents:
-            return error_response(400, f"{count} documents, and at most {max_documents} are allowed")
+            message = f"{count} documents, and at most {max_documents} are allowed"
+            return error_response(Failure(400, message, "array_above_max_length", "documents"))
         return await respond(request, chat_request, ChatFormat())
 
     async def complete(request: Request) -> Response:
@@ -54,30 +56,42 @@ def answer_routes(backend: Backend, bodies: JsonBodies, max_documents: int) -> l
 
     async def respond(request: Request, generation_request: GenerationRequest, answer_format: AnswerFormat) -> Response:
         if generation_request.model and generation_request.model != backend.name:
-            return error_response(404, f"no model {generation_request.model!r} here; there is {backend.name!r}")
+            return error_response(unknown_model(generation_request.model, backend.name))
         await to_thread.run_sync(generation_request.refuse_unsupported, limiter=bodies.threads)
         events = backend.answer(generation_request)
-        first = await wait_for_event(events, request)
-        if first is None:
-            return Response(status_code=CLIENT_CLOSED)
-        if isinstance(first, Failure):
-            await events.aclose()
-            return error_response(first.status, first.message)
         header = {
             "id": f"{answer_format.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": backend.name,
+            "system_fingerprint": None,
         }
-        if generation_request.stream:
-            usage = generation_request.stream_options is not None and generation_request.stream_options.include_usage
-            stream = event_stream(first, events, answer_format, header, usage=usage)
-            return StreamingResponse(stream, media_type="text/event-stream")
-        return await json_response(first, events, answer_format, header, request)
+        if not generation_request.stream:
+            return await json_response(events, answer_format, header, request)
+        first = asyncio.ensure_future(anext(events))
+        if not await wait_while_connected(first, request, HEADERS_S):
+            first.cancel()
+            await asyncio.wait({first})
+            return Response(status_code=CLIENT_CLOSED)
+        if first.done() and isinstance(refusal := first.result(), Failure):
+            await events.aclose()
+            return error_response(refusal)
+        usage = generation_request.stream_options is not None and generation_request.stream_options.include_usage
+        return event_response(event_stream(resume(first, events), answer_format, header, usage=usage))
 
     return [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", complete, methods=["POST"]),
     ]
+
+
+async def resume(first: asyncio.Future[Event], events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+    """Yield the first event, which is awaited already, and the others."""
+    try:
+        yield await first
+        async for event in events:
+            yield event
+    finally:
+        await events.aclose()
 
 
 async def wait_for_event(events: AsyncGenerator[Event, None], request: Request) -> Event | None:
@@ -90,20 +104,15 @@ async def wait_for_event(events: AsyncGenerator[Event, None], request: Request) 
     try:
         return waiting.result() if await wait_while_connected(waiting, request) else None
     finally:
-        if not waiting.done():
-            waiting.cancel()
+        if waiting.cancel():
             await asyncio.wait({waiting})
 
 
 async def json_response(
-    first: Piece,
-    events: AsyncGenerator[Event, None],
-    answer_format: AnswerFormat,
-    header: dict[str, Any],
-    request: Request,
+    events: AsyncGenerator[Event, None], answer_format: AnswerFormat, header: dict[str, Any], request: Request
 ) -> Response:
     """Collect all events and return the answers as one JSON body; cancel them if the client disconnects."""
-    answers, last = [[first]], first
+    answers: list[list[Piece]] = []
     try:
         while True:
             try:
@@ -111,15 +120,18 @@ async def json_response(
             except StopAsyncIteration:
                 break
             if isinstance(event, Failure):
-                return error_response(event.status, event.message)
+                return error_response(event)
             if event is None or await request.is_disconnected():
                 return Response(status_code=CLIENT_CLOSED)
+            if isinstance(event, Queued):
+                header["system_fingerprint"] = event.fingerprint
+                continue
             if event.index == len(answers):
                 answers.append([])
             answers[event.index].append(event)
-            last = event
     finally:
         await events.aclose()
+    first, last = answers[0][0], answers[-1][-1]
     assert isinstance(last, LastPiece)
     choices = [answer_format.whole(answer) for answer in answers]
     body = {"object": answer_format.kind, **header, "choices": choices, "usage": last.usage, "fusion": last.report}
@@ -129,35 +141,30 @@ async def json_response(
 
 
 async def event_stream(
-    first: Piece,
-    events: AsyncGenerator[Event, None],
-    answer_format: AnswerFormat,
-    header: dict[str, Any],
-    *,
-    usage: bool,
-) -> AsyncIterator[str]:
+    events: AsyncGenerator[Event, None], answer_format: AnswerFormat, header: dict[str, Any], *, usage: bool
+) -> AsyncGenerator[str, None]:
     """Yield server-sent events; a failure midway is an event too, and then no `[DONE]` follows.
 
     With `usage` they end with the usage of the request and the report; the field is null before that.
     """
-    no_usage = {"usage": None} if usage else {}
+    no_usage, last = {"usage": None} if usage else {}, Piece()
 
     def chunk(choices: list[dict[str, Any]], **fields: Any) -> str:
         body = {"object": answer_format.chunk_kind, **header, "choices": choices, **no_usage, **fields}
         return f"data: {json.dumps(body)}\n\n"
 
     try:
-        retrieved: dict[str, Any] = {} if first.documents is None else {"documents": first.documents}
-        for choice in answer_format.parts(first):
-            yield chunk([choice], **retrieved)
-            retrieved = {}
-        last = first
         async for event in events:
             if isinstance(event, Failure):
-                yield f"data: {json.dumps(error_body(event.status, event.message))}\n\n"
+                yield event.event
                 return
+            if isinstance(event, Queued):
+                header["system_fingerprint"] = event.fingerprint
+                continue
+            retrieved = {} if event.documents is None else {"documents": event.documents}
             for choice in answer_format.parts(event):
-                yield chunk([choice])
+                yield chunk([choice], **retrieved)
+                retrieved = {}
             last = event
         assert isinstance(last, LastPiece)
         if usage:
@@ -166,7 +173,6 @@ async def event_stream(
             yield chunk([], explanation=last.explanation)
         yield "data: [DONE]\n\n"
     except Exception as error:
-        LOG.exception("an answer failed midway")
-        yield f"data: {json.dumps(error_body(500, f'the server failed: {type(error).__name__}'))}\n\n"
+        yield failure_of(error).event
     finally:
         await events.aclose()

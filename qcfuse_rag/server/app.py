@@ -24,6 +24,7 @@ from qcfuse_rag.server.bodies import CLIENT_CLOSED, JsonBodies, error_response
 from qcfuse_rag.server.documents import document_routes
 from qcfuse_rag.server.embeddings import embedding_route
 from qcfuse_rag.server.playground import playground_routes
+from qcfuse_rag.server.protocol.failures import Failure, failure_of, unknown_model
 
 
 def make_app(
@@ -94,7 +95,7 @@ def _model_routes(backend: Backend) -> list[Route]:
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         if name != backend.name:
-            return error_response(404, f"no model {name!r} here; there is {backend.name!r}")
+            return error_response(unknown_model(name, backend.name))
         return JSONResponse(served_model)
 
     return [Route("/healthz", health), Route("/v1/models", models), Route("/v1/models/{name:path}", model)]
@@ -109,13 +110,13 @@ def _metrics_route(metrics: Callable[[], bytes]) -> Route:
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(error.status_code, str(error.detail))
+    response = error_response(Failure(error.status_code, str(error.detail)))
     response.headers.update(error.headers or {})
     return response
 
 
 async def _rejected(_: Request, error: Exception) -> Response:
-    return error_response(400, str(error))
+    return error_response(failure_of(error))
 
 
 async def _disconnected(_: Request, __: Exception) -> Response:
@@ -123,4 +124,4 @@ async def _disconnected(_: Request, __: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    return error_response(500, f"the server failed: {type(error).__name__}")
+    return error_response(Failure(500, f"the server failed: {type(error).__name__}"))

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qcfuse_rag.server.bodies import error_response
 from qcfuse_rag.server.playground import is_static
+from qcfuse_rag.server.protocol.failures import Failure
 
 PUBLIC_PATHS = ("/healthz",)
 """Paths without authentication; they reveal nothing about the model or the store."""
@@ -75,15 +76,18 @@ class AuthMiddleware:
         headers = dict(scope["headers"])
         names = [name for name, _ in scope["headers"]]
         if repeated := [name.decode() for name in SINGLE_HEADERS if names.count(name) > 1]:
-            return error_response(400, f"the header {repeated[0]} is given more than once; send it once", close=True)
+            message = f"the header {repeated[0]} is given more than once; send it once"
+            return error_response(Failure(400, message), close=True)
         if scope["path"] not in PUBLIC_PATHS and (refusal := self._check_client(headers, scope["path"])) is not None:
             return refusal
         length = headers.get(b"content-length", b"")
         if length and b"transfer-encoding" in headers:  # proxies may disagree on which one applies: request smuggling
-            return error_response(400, "Content-Length and Transfer-Encoding exclude each other; send one", close=True)
+            message = "Content-Length and Transfer-Encoding exclude each other; send one"
+            return error_response(Failure(400, message), close=True)
         limit = self._limits.body_bytes
         if length.isdigit() and int(length) > limit:
-            return error_response(413, f"the body has {int(length)} bytes, and this server reads at most {limit}")
+            message = f"the body has {int(length)} bytes, and this server reads at most {limit}"
+            return error_response(Failure(413, message))
         return None
 
     def _check_client(self, headers: dict[bytes, bytes], path: str) -> Response | None:
@@ -96,12 +100,13 @@ class AuthMiddleware:
                 return None
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not secrets.compare_digest(token, self._token.encode()):
-                return error_response(401, "a bearer token is needed; it is missing or wrong")
+                return error_response(Failure(401, "a bearer token is needed; it is missing or wrong"))
             return None
         if self._hosts is None or host_of(headers) in self._hosts:
             return None
         names = ", ".join(dict.fromkeys(self._hosts))
-        return error_response(421, f"without a token this server answers only as {names}; set QCFUSE_TOKEN on it")
+        message = f"without a token this server answers only as {names}; set QCFUSE_TOKEN on it"
+        return error_response(Failure(421, message))
 
     def _limited(self, receive: Receive) -> tuple[Receive, Callable[[], None]]:
         """Limit the size of a body and the time until it is complete.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -14,9 +13,9 @@ from typing import Any, Protocol
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.scheduler import AnswerRequest, EngineHandle, RequestHandle, cancel_request
-from qcfuse_rag.errors import Busy, Closed, QCFuseError
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.report import FusionReport
+from qcfuse_rag.fusion.report import FusionReport, describe_limit
 from qcfuse_rag.generation.decoding import Generation
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
@@ -29,17 +28,16 @@ from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import (
     AnswerTokens,
     Event,
-    Failure,
     LastPiece,
     Piece,
     PlainReader,
+    Queued,
     last_piece,
     redact_report,
     total_usage,
 )
+from qcfuse_rag.server.protocol.failures import Failure, failure_of
 from qcfuse_rag.server.protocol.generation_request import GenerationRequest
-
-LOG = logging.getLogger(__name__)
 
 MAX_PREPARING = 2
 """Requests that are tokenised at a time, because tokenising takes memory and processors; other requests wait."""
@@ -128,23 +126,14 @@ class EngineBackend:
             async with aclosing(self._pieces(request, started)) as pieces:
                 async for piece in pieces:
                     yield piece
-        except Busy as error:
-            yield Failure(429, str(error))
-        except Closed as error:
-            yield Failure(503, str(error))
-        except (QCFuseError, ValueError) as error:
-            yield Failure(400, str(error))
-        except RecursionError:
-            yield Failure(400, "something in the body is nested too deeply")
         except Exception as error:
-            LOG.exception("a request failed")
-            yield Failure(500, f"the server failed: {type(error).__name__}")
+            yield failure_of(error, request.PROMPT_FIELD)
         finally:
             for answer in started:
                 answer.cancel()
             self._running -= count
 
-    async def _pieces(self, request: GenerationRequest, started: list[RequestHandle]) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, request: GenerationRequest, started: list[RequestHandle]) -> AsyncGenerator[Event, None]:
         """Yield the pieces of all answers, one answer after another; put into `started` what has to be cancelled."""
         sampling, passages = request.sampling(self._most_tokens, self._fidelity), Preparation()
         method = None if request.method is None else make_method(request.method)
@@ -152,6 +141,7 @@ class EngineBackend:
             prepare = partial(self._prepare, request, sampling, passages, number)
             started.append(await self._queue(prepare, method))
         documents, generations, lm = passages.retrieved, list[Generation](), self._handle.engine.lm
+        yield Queued(f"fp_{lm.fingerprint.digest[:12]}")
         async with aclosing(self._answers(request, started)) as answers:
             async for answer in answers:
                 tokens, index = AnswerTokens(answer, lm), len(generations)
@@ -199,7 +189,9 @@ class EngineBackend:
         passages: Preparation,
     ) -> LastPiece:
         """Return the last piece of a request with the usage of all answers, and the report of the first one."""
-        report = redact_report(generations[0].report)
+        report, asked, limit = redact_report(generations[0].report), request.token_limit, first.params.max_new_tokens
+        if asked is not None and limit == self._most_tokens < asked:
+            report = replace(report, answer_limit=describe_limit(limit, asked, "this server gives no more"))
         if self._idle_warming is not None:
             unknown = _unknown_passages(request, first.prompt, report, passages)
             # In a thread, because a long prompt may have thousands of parts.
@@ -226,9 +218,6 @@ class EngineBackend:
         if isinstance(request, ChatRequest):
             self._find_passages(request, passages)
         prompt = request.make_prompt(engine, passages.texts, number)
-        if request.token_limit is None:
-            remaining = max(1, engine.lm.context_window.tokens - len(prompt))
-            sampling = replace(sampling, max_new_tokens=min(remaining, sampling.max_new_tokens))
         passages.response_format = response_format
         return prompt, sampling if response_format is None else response_format.sampling(sampling, engine.lm.tokenizer)
 

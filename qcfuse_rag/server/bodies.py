@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
+import time
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -13,6 +15,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+
+from qcfuse_rag.errors import InvalidSetting
+from qcfuse_rag.server.protocol.failures import Failure
 
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -38,6 +43,9 @@ HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: CLOSE, 429: {"Retry-After":
 CLIENT_CLOSED = 499
 """Status of the response after the client has disconnected. Nobody receives it."""
 
+PYDANTIC_CODES = {"missing": "missing_required_parameter"}
+"""OpenAI's codes by pydantic's kinds of errors."""
+
 DISCONNECT_POLL_S = 0.2
 """Seconds between two checks whether a waiting client is still connected."""
 
@@ -52,7 +60,8 @@ class JsonBodies:
         """Return the body of a request as JSON of a type.
 
         Raises:
-            HTTPException: if the content type is another one, or the body is not JSON of this type.
+            HTTPException: if the content type is another one.
+            InvalidSetting: if the body is not JSON of this type.
         """
         # A web page can send other types of content to this machine without asking.
         if not JSON_CONTENT.match(request.headers.get("content-type", "")):
@@ -71,11 +80,11 @@ def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
     """Parse the body of a request as JSON of a type.
 
     Raises:
-        HTTPException: if it is not JSON, has fields of wrong types, or too many values.
+        InvalidSetting: if it is not JSON, has fields of wrong types, or too many values.
     """
     if next(islice(TOKEN.finditer(body), MAX_TOKENS, None), None) is not None:
-        raise HTTPException(
-            400, f"outside of its texts the body has more than {MAX_TOKENS:,} strings, commas and opening brackets"
+        raise InvalidSetting(
+            f"outside of its texts the body has more than {MAX_TOKENS:,} strings, commas and opening brackets"
         )
     try:
         return kind.model_validate_json(body.removeprefix(b"\xef\xbb\xbf"))
@@ -83,29 +92,22 @@ def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
         # Where a field allows several types, the deepest error belongs to the type that the client meant.
         deepest = max(error.errors(include_input=False, include_url=False), key=lambda detail: len(detail["loc"]))
         if deepest["type"] == "json_invalid":
-            raise HTTPException(400, f"the body is not JSON: {deepest['ctx']['error']}") from error
-        field = ".".join(map(str, deepest["loc"])) or "the body"
-        raise HTTPException(400, f"{field}: {deepest['msg']}") from error
+            raise InvalidSetting(f"the body is not JSON: {deepest['ctx']['error']}", code="invalid_json") from error
+        field, kind = ".".join(map(str, deepest["loc"])), deepest["type"]
+        code = "invalid_type" if kind.endswith("_type") else PYDANTIC_CODES.get(kind, "invalid_value")
+        raise InvalidSetting(f"{field or 'the body'}: {deepest['msg']}", field or None, code) from error
 
 
-def error_response(status: int, message: str, *, close: bool = False) -> Response:
-    """Return an error response for people to read.
-
-    Close the connection where it is unclear where the next request on it would begin.
-    """
-    return JSONResponse(error_body(status, message), status, HEADERS.get(status, {}) | (CLOSE if close else {}))
+def error_response(failure: Failure, *, close: bool = False) -> Response:
+    """Return an error response; close the connection where it is unclear where the next request on it would begin."""
+    headers = HEADERS.get(failure.status, {}) | (CLOSE if close else {})
+    return JSONResponse(failure.body, failure.status, headers)
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """Return the JSON body of an error, in the format of OpenAI's API."""
-    types = {401: "authentication_error", 429: "rate_limit_error"}
-    error_type = types.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": error_type, "param": None, "code": status}}
-
-
-async def wait_while_connected(work: asyncio.Future[T], request: Request) -> bool:
-    """Wait until work is done; return False as soon as its client has gone."""
-    while not work.done():
+async def wait_while_connected(work: asyncio.Future[T], request: Request, timeout_s: float = math.inf) -> bool:
+    """Wait until work is done, for some seconds at most; return False as soon as its client has gone."""
+    deadline = time.monotonic() + timeout_s
+    while not work.done() and time.monotonic() < deadline:
         await asyncio.wait({work}, timeout=DISCONNECT_POLL_S)
         if not work.done() and await request.is_disconnected():
             return False

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from qcfuse_rag.errors import Busy, QCFuseError, StoreError
 from qcfuse_rag.library.documents import ServedLibrary
-from qcfuse_rag.server.bodies import JsonBodies, error_body, error_response
+from qcfuse_rag.server.bodies import JsonBodies, error_response
+from qcfuse_rag.server.event_response import event_response
+from qcfuse_rag.server.protocol.failures import Failure, failure_of
 from qcfuse_rag.server.protocol.generation_request import FailFastList
-
-LOG = logging.getLogger(__name__)
 
 
 class Document(BaseModel):
@@ -52,7 +51,8 @@ def document_routes(library: ServedLibrary | None, bodies: JsonBodies, max_docum
 
     async def listed(_: Request) -> Response:
         if library is None:
-            return error_response(404, "there are no documents here; serve a library of `qcfuse warm run`, without Ray")
+            message = "there are no documents here; serve a library of `qcfuse warm run`, without Ray"
+            return error_response(Failure(404, message))
         documents = await to_thread.run_sync(library.documents)
         return JSONResponse({"object": "list", "data": documents, "editable": library.editable})
 
@@ -60,10 +60,12 @@ def document_routes(library: ServedLibrary | None, bodies: JsonBodies, max_docum
         changed = editable()
         body = await bodies.read(request, AddRequest)
         if len(body.documents) > max_documents:
-            return error_response(400, f"{len(body.documents)} documents, and at most {max_documents} are allowed")
+            message = f"{len(body.documents)} documents, and at most {max_documents} are allowed"
+            return error_response(Failure(400, message, "array_above_max_length", "documents"))
         [(name, count)] = Counter(document.source for document in body.documents).most_common(1)
         if count > 1:
-            return error_response(400, f"{count} documents are named {name!r}; each needs a name of its own")
+            message = f"{count} documents are named {name!r}; each needs a name of its own"
+            return error_response(Failure(400, message, "invalid_value", "documents"))
         documents = {document.source: document.text for document in body.documents}
         steps: asyncio.Queue[dict[str, int]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -73,20 +75,20 @@ def document_routes(library: ServedLibrary | None, bodies: JsonBodies, max_docum
 
         job = asyncio.ensure_future(to_thread.run_sync(changed.add, documents, note, limiter=jobs))
         if body.stream:
-            return StreamingResponse(progress_stream(job, steps), media_type="text/event-stream")
+            return event_response(progress_stream(job, steps))
         try:
             return JSONResponse(await asyncio.shield(job))
         except QCFuseError as error:
-            return error_response(status_of(error), str(error))
+            return error_response(job_failure(error))
 
     async def forget(request: Request) -> Response:
         source = request.path_params["source"]
         try:
             removed = await to_thread.run_sync(editable().forget, source, limiter=jobs)
         except QCFuseError as error:
-            return error_response(status_of(error), str(error))
+            return error_response(job_failure(error))
         if not any(removed.values()):
-            return error_response(404, f"no document {source!r} in this library")
+            return error_response(Failure(404, f"no document {source!r} in this library"))
         return JSONResponse(removed)
 
     return [
@@ -96,16 +98,16 @@ def document_routes(library: ServedLibrary | None, bodies: JsonBodies, max_docum
     ]
 
 
-def status_of(error: QCFuseError) -> int:
-    """Return the status of a change that failed: another job is at work, the disk is at fault, or the request is."""
-    if isinstance(error, Busy):
-        return 409
-    return 500 if isinstance(error, StoreError) else 400
+def job_failure(error: Exception) -> Failure:
+    """Say why a change failed: another job is at work, the disk is at fault, or the request is."""
+    if isinstance(error, Busy | StoreError):
+        return Failure(409 if isinstance(error, Busy) else 500, str(error))
+    return failure_of(error)
 
 
 async def progress_stream(
     job: asyncio.Future[dict[str, Any]], steps: asyncio.Queue[dict[str, int]]
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str, None]:
     """Yield the tokens done and in total as server-sent events, then the result; the job goes on if the client goes."""
     while not (job.done() and steps.empty()):
         step = asyncio.ensure_future(steps.get())
@@ -116,8 +118,5 @@ async def progress_stream(
             step.cancel()
     try:
         yield f"data: {json.dumps(job.result())}\n\ndata: [DONE]\n\n"
-    except QCFuseError as error:
-        yield f"data: {json.dumps(error_body(status_of(error), str(error)))}\n\n"
     except Exception as error:
-        LOG.exception("adding documents failed")
-        yield f"data: {json.dumps(error_body(500, f'the server failed: {type(error).__name__}'))}\n\n"
+        yield job_failure(error).event

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.errors import InvalidSetting
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.server.bodies import (
     CLIENT_CLOSED,
@@ -27,6 +27,7 @@ from qcfuse_rag.server.bodies import (
     long_json_response,
     wait_while_connected,
 )
+from qcfuse_rag.server.protocol.failures import Failure, unknown_model
 from qcfuse_rag.server.protocol.generation_request import FailFastList
 
 MAX_TEXTS = 2048
@@ -50,19 +51,21 @@ class EmbeddingsRequest(BaseModel):
         """The texts.
 
         Raises:
-            QCFuseError: if there are none, too many or other things, or a field is not supported.
+            InvalidSetting: if there are none, too many or other things, or a field is not supported.
         """
         texts = [self.input] if isinstance(self.input, str) else self.input
         if self.dimensions is not None:
-            raise QCFuseError("dimensions is not supported; omit it")
+            raise InvalidSetting("dimensions is not supported; omit it", "dimensions", "unsupported_parameter")
         if not texts or "" in texts:
-            raise QCFuseError("input has no text, or an empty one")
+            raise InvalidSetting("input has no text, or an empty one", "input")
         if len(texts) > MAX_TEXTS:
-            raise QCFuseError(f"{len(texts)} texts, and at most {MAX_TEXTS} are allowed")
+            message = f"{len(texts)} texts, and at most {MAX_TEXTS} are allowed"
+            raise InvalidSetting(message, "input", "array_above_max_length")
         if not all(isinstance(text, str) for text in texts):
-            raise QCFuseError(
+            raise InvalidSetting(
                 "input has to be text; token ids are not supported (LangChain's OpenAIEmbeddings sends text with "
-                "check_embedding_ctx_length=False)"
+                "check_embedding_ctx_length=False)",
+                "input",
             )
         return [str(text) for text in texts]
 
@@ -74,10 +77,10 @@ def embedding_route(library: ServedLibrary | None, bodies: JsonBodies) -> Route:
     async def embed(request: Request) -> Response:
         embeddings_request = await bodies.read(request, EmbeddingsRequest)
         if library is None:
-            return error_response(404, NO_MODEL)
+            return error_response(Failure(404, NO_MODEL, "model_not_found", "model"))
         wanted, model = embeddings_request.model, library.index.embedder
         if wanted and wanted != model:
-            return error_response(404, f"no embedding model {wanted!r} here; there is {model!r}")
+            return error_response(unknown_model(wanted, model))
         gone = threading.Event()
         work = partial(embedded, library, embeddings_request.texts, embeddings_request.encoding_format, gone.is_set)
         job = asyncio.ensure_future(to_thread.run_sync(work, limiter=jobs))

@@ -37,7 +37,8 @@ from qcfuse_rag.generation.sampling_params import Fidelity
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
-from qcfuse_rag.server.protocol.events import Event, Failure
+from qcfuse_rag.server.protocol.events import Event, Queued
+from qcfuse_rag.server.protocol.failures import Failure
 from qcfuse_rag.server.protocol.generation_request import MAX_ANSWERS, CompletionRequest, GenerationRequest
 from qcfuse_rag.server.serve import prepare_engine
 from qcfuse_rag.store.factory import open_store
@@ -254,7 +255,7 @@ class DeploymentBackend:
             try:
                 async for event in events:
                     if request.stream:
-                        sent = True
+                        sent |= not isinstance(event, Queued)
                         yield event
                     else:
                         held.append(event)

@@ -104,7 +104,7 @@ def test_chunks_that_are_missing_are_rows(engine: FusionEngine, method: str, mis
 
 def test_a_prompt_beyond_the_context_window_is_one_clear_error(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES * 8)
-    with pytest.raises(PromptTooLong, match=r"1,\d\d\d prompt tokens and 256 for the answer exceed .* of 512"):
+    with pytest.raises(PromptTooLong, match=r"a prompt of 1,\d\d\d tokens with an answer exceeds .* of 512"):
         engine.generate(prompt)
 
 
@@ -121,9 +121,9 @@ def test_tools_beyond_the_context_window_are_refused_before_they_are_rendered(
     engine: FusionEngine, parameters: dict[str, Any]
 ) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
-    with pytest.raises(PromptTooLong, match="cannot fit a context window of 512 tokens"):
+    with pytest.raises(PromptTooLong, match="exceeds the context window of 512 tokens"):
         engine.prompt(QUESTION, PASSAGES, tools=[tool])
-    with pytest.raises(PromptTooLong, match="cannot fit a context window of 512 tokens"):
+    with pytest.raises(PromptTooLong, match="exceeds the context window of 512 tokens"):
         engine.prompt_from_text([("user", QUESTION)], [tool])
 
 
@@ -136,7 +136,7 @@ def test_a_conversation_beyond_the_context_window_is_refused_before_it_is_render
     engine = make_engine(LanguageModel.wrap(llama.model, tokenizer), MemoryStore(), template=ONE_MESSAGE)
     with pytest.raises(InvalidTemplate, match="rendered"):
         engine.prompt_from_text([("user", "Why?")] * 3)
-    with pytest.raises(PromptTooLong, match="characters cannot fit a context window of 512 tokens"):
+    with pytest.raises(PromptTooLong, match="characters exceeds the context window of 512 tokens"):
         engine.prompt_from_text([("user", "Why?"), ("user", "x" * 2_000_000), ("user", "Why?")])
     with pytest.raises(PromptTooLong, match="of about 2,000,004 characters"):  # with what the template adds
         engine.prompt_from_text([("user", "Why?")] * 4)

@@ -531,7 +531,18 @@ def test_what_cannot_be_is_refused_at_once(engine: FusionEngine, scheduler: Sche
     with pytest.raises(ValueError, match="steps must be at least 1"):
         SchedulerSettings(steps=0)
     with pytest.raises(PromptTooLong):
-        scheduler.submit(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=100_000))
+        scheduler.submit(engine.prompt(QUESTION, PASSAGES * 40))
+
+
+def test_a_long_answer_is_cut_to_what_fits(engine: FusionEngine, scheduler: Scheduler) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    room, params = engine.lm.context_window.tokens - len(prompt), SamplingParams(max_new_tokens=100_000)
+    for done in (scheduler.submit(prompt, params).result(60), engine.generate(prompt, params)):
+        assert len(done.ids) == room
+        assert done.report.answer_limit == (
+            f"the answer may have {room:,} tokens instead of 100,000: no more fit the context window"
+        )
+    assert engine.generate(prompt, SamplingParams(max_new_tokens=2)).report.answer_limit is None
 
 
 def test_time_of_other_requests_is_told_apart(engine: FusionEngine) -> None:

@@ -12,7 +12,7 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import JSON, ask, error, post
+from tests.support.serving import ASKED, JSON, ask, error, post
 from tests.support.tool_templates import LOOK_UP, teach
 
 
@@ -85,16 +85,13 @@ UNSUPPORTED = {
     "modalities": ["text", "audio"],
 }
 REFUSED = [
-    ({"n": 2}, "n is 2, and answers without a temperature are equal"),
     ({"top_logprobs": 5}, "top_logprobs needs logprobs"),
     ({"stop": ["x"] * 17}, "at most 16 strings"),
-    ({"max_tokens": 601}, "this server gives at most 600"),
-    ({"stream": True, "max_tokens": 601}, "this server gives at most 600"),
     ({"logit_bias": {"99999999": 1}}, "logit_bias names token 99999999"),
     ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs cannot set enable_thinking"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs cannot set tools"),
     ({"reasoning_effort": "high"}, "reads no reasoning_effort"),
-    (user("x" * 2_000_000), "characters cannot fit a context window"),
+    (user("x" * 2_000_000), "characters exceeds the context window"),
     (user("x " * 9000), "context window"),
     ({"messages": [{"role": "system", "content": "x"}]}, "documents need a user's message"),
     ({"documents": ["x"] * 257}, "257 documents, and at most 256"),
@@ -124,6 +121,67 @@ REFUSED = [
 async def test_chat_requests(http: httpx.AsyncClient, changes: dict[str, Any], message: str) -> None:
     response = await ask(http, **changes)
     assert (response.status_code, message in error(response)) == (400, True), response.text
+
+
+LONG, USER = user("x " * 4090), ASKED["messages"][0]
+CODES = [
+    (LONG, "context_length_exceeded", "messages"),
+    ({**LONG, "stream": True}, "context_length_exceeded", "messages"),
+    (
+        {"messages": [{"role": "system", "content": "x " * 9000}, *ASKED["messages"]]},
+        "context_length_exceeded",
+        "messages",
+    ),
+    ({"documents": ["x " * 4090] * 2}, "context_length_exceeded", "messages"),
+    ({"messages": None}, "invalid_type", "messages"),
+    ({"messages": [{"content": "x"}]}, "missing_required_parameter", "messages.0.role"),
+    ({"top_k": -2}, "invalid_value", "top_k"),
+    ({"min_tokens": 5}, "unsupported_parameter", "min_tokens"),
+    ({"logit_bias": {"99999999": 1}}, "invalid_value", "logit_bias"),
+    ({"response_format": {"type": "yaml"}}, "invalid_value", "response_format"),
+    ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+    ({"reasoning_effort": "high"}, "unsupported_parameter", "reasoning_effort"),
+]
+
+
+@pytest.mark.parametrize(("changes", "code", "param"), CODES)
+async def test_errors_have_openais_codes(
+    http: httpx.AsyncClient, changes: dict[str, Any], code: str, param: str
+) -> None:
+    response = await ask(http, **{"documents": None, **changes})
+    told = response.json()["error"]
+    assert (response.status_code, told["type"], told["code"]) == (400, "invalid_request_error", code)
+    assert told["param"] == param
+    assert ("exceeds the context window" in told["message"]) == (code == "context_length_exceeded")
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize(
+    ("asked", "given", "reason"),
+    [
+        ({"max_tokens": 601}, 600, "this server gives no more"),
+        ({"max_tokens": 10**12}, None, "no more fit the context window"),
+        ({"max_tokens": 600}, 600, None),
+    ],
+)
+async def test_long_answers_are_cut_to_what_fits(
+    http: httpx.AsyncClient,
+    engine: FusionEngine,
+    path: str,
+    asked: dict[str, Any],
+    given: int | None,
+    reason: str | None,
+) -> None:
+    """A prompt and a bias that leave a known number of tokens to an answer that never ends."""
+    length = 3900 if given is None else 10
+    prompt = {"messages": user("x " * length)["messages"]} if path[:4] == "chat" else {"prompt": "x " * length}
+    bias = {str(engine.lm.tokenizer("x")["input_ids"][-1]): 100}
+    body = (await post(http, path, **prompt, **asked, logit_bias=bias)).json()
+    usage, window = body["usage"], engine.lm.context_window.tokens
+    assert usage["completion_tokens"] == (given or window - usage["prompt_tokens"])
+    assert body["choices"][0]["finish_reason"] == "length"
+    cut = f"the answer may have {usage['completion_tokens']:,} tokens instead of {asked['max_tokens']:,}: {reason}"
+    assert body["fusion"]["answer_limit"] == (reason and cut)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.errors import InvalidSetting, QCFuseError
 from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.server.protocol.generation_request import MAX_TOP_LOGPROBS, FailFastList, GenerationRequest
@@ -135,6 +135,7 @@ class ChatRequest(GenerationRequest):
     """
 
     DEFAULT_TOKENS: ClassVar[int] = 1024
+    PROMPT_FIELD: ClassVar[str] = "messages"
 
     messages: FailFastList[ChatMessage] = Field(min_length=1)
     documents: FailFastList[str] | Literal["library"] | None = None
@@ -152,7 +153,7 @@ class ChatRequest(GenerationRequest):
         """Refuse unsupported fields and oversized values, and drop the ignored fields."""
         super().refuse_unsupported()
         if self.top_logprobs and not self.logprobs:
-            raise QCFuseError("top_logprobs needs logprobs to be true")
+            raise InvalidSetting("top_logprobs needs logprobs to be true", "top_logprobs")
 
     def to_response_format(self, *, shows_tools: bool = True) -> ResponseFormat:
         """Return the response format, see `GenerationRequest`."""
@@ -190,11 +191,11 @@ class ChatRequest(GenerationRequest):
         """The text of the last user message, and of the user message before it, if there is one.
 
         Raises:
-            QCFuseError: if there is no user message.
+            InvalidSetting: if there is no user message.
         """
         texts = [message.text for message in self.messages if message.role == "user"]
         if not texts:
-            raise QCFuseError("documents need a user's message that asks about them")
+            raise InvalidSetting("documents need a user's message that asks about them", "messages")
         return texts[-1], texts[-2] if len(texts) > 1 else None
 
     @property
@@ -220,7 +221,7 @@ class ChatRequest(GenerationRequest):
         """Return the variables that the request sets, of those that the model's chat template reads.
 
         Raises:
-            QCFuseError: if it names an effort, the template reads none, and it is not OpenAI's default.
+            InvalidSetting: if it names an effort, the template reads none, and it is not OpenAI's default.
         """
         kwargs = self.chat_template_kwargs or {}
         if self.reasoning_effort is None:
@@ -228,5 +229,6 @@ class ChatRequest(GenerationRequest):
         if "reasoning_effort" in variables:
             return {"reasoning_effort": self.reasoning_effort, **kwargs}
         if self.reasoning_effort != "medium":
-            raise QCFuseError("this model's chat template reads no reasoning_effort; omit it")
+            message = "this model's chat template reads no reasoning_effort; omit it"
+            raise InvalidSetting(message, "reasoning_effort", "unsupported_parameter")
         return kwargs

@@ -20,6 +20,7 @@ from qcfuse_rag.generation.response_format import Delta
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.recognition import UNSOUGHT
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.server.protocol.failures import Failure
 
 LOG = logging.getLogger(__name__)
 
@@ -66,14 +67,13 @@ class LastPiece(Piece):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """The end of a request that failed: an HTTP status other than 200, and what to tell the client."""
+class Queued:
+    """The request was accepted and waits for its turn; `fingerprint` tells the model's weights from others."""
 
-    status: int
-    message: str
+    fingerprint: str
 
 
-Event = Piece | Failure
+Event = Queued | Piece | Failure
 
 
 class AnswerTokens:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from qcfuse_rag.declared_options import pydantic_fields
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.errors import InvalidSetting
 from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS, Fidelity, SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
@@ -82,7 +82,7 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
         temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, stop:
             see `SamplingParams`. A temperature that is not given is 0.
         seed: of the first answer; the next ones have the next seeds.
-        n: number of answers to a prompt; several need a temperature, because greedy ones are equal.
+        n: number of answers to a prompt; without a temperature they are equal.
         fidelity: how closely an answer follows full prefill's, see `SamplingParams`; None leaves it to the server.
         method: `full` for full prefill, which takes no passage from the store; None for the server's method.
         explain: whether the answer comes with an explanation of how its prompt was computed, texts included.
@@ -92,6 +92,8 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
 
     DEFAULT_TOKENS: ClassVar[int]
     """Length limit of an answer whose request sets none; the context window may limit it further."""
+    PROMPT_FIELD: ClassVar[str]
+    """Name of the field with the prompt."""
 
     model: str | None = None
     stream: bool | None = None
@@ -151,28 +153,24 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
         extra = self.model_extra or {}
         for name, value in extra.items():
             if value not in NEUTRAL_VALUES.get(name, (value,)):
-                raise QCFuseError(f"{name} is not supported; omit it")
+                raise InvalidSetting(f"{name} is not supported; omit it", name, "unsupported_parameter")
         extra.clear()
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
-            raise QCFuseError(f"stop allows at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters")
+            message = f"stop allows at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters"
+            raise InvalidSetting(message, "stop")
         level: list[Any] = [self.model_dump()]
         for _ in range(MAX_DEPTH):
             level = [child for value in level for child in _children(value)]
         if level:
-            raise QCFuseError(TOO_DEEP)
-        if self.answer_count > 1 and not self.temperature:
-            raise QCFuseError(f"n is {self.n}, and answers without a temperature are equal; set temperature above 0")
+            raise InvalidSetting(TOO_DEEP)
 
     def sampling(self, most_tokens: int, fidelity: Fidelity = "fast") -> SamplingParams:
-        """Return the sampling settings; refuse more tokens than the server's limit; `fidelity` is its default."""
-        max_tokens = self.token_limit or min(self.DEFAULT_TOKENS, most_tokens)
-        if max_tokens > most_tokens:
-            raise QCFuseError(f"max_tokens is {max_tokens}, and this server gives at most {most_tokens}")
+        """Return the sampling settings, with no more tokens than the server's limit; `fidelity` is its default."""
         given = {name: getattr(self, name) for name in SAMPLING_SETTINGS if getattr(self, name) is not None}
         return SamplingParams(
             **{"fidelity": fidelity, **given, "top_k": max(self.top_k or 0, 0)},  # vLLM's -1 keeps all, too
-            max_new_tokens=max_tokens,
+            max_new_tokens=min(self.token_limit or self.DEFAULT_TOKENS, most_tokens),
             logit_bias=tuple((self.logit_bias or {}).items()),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             logprobs=self.top_count,
@@ -205,6 +203,7 @@ class CompletionRequest(GenerationRequest):
     """
 
     DEFAULT_TOKENS: ClassVar[int] = 16
+    PROMPT_FIELD: ClassVar[str] = "prompt"
 
     prompt: str | FailFastList[str | int | FailFastList[int]]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
@@ -214,15 +213,17 @@ class CompletionRequest(GenerationRequest):
         extra: dict[str, Any] = self.model_extra or {}
         for name in CHAT_FIELDS & extra.keys():
             if extra[name] not in OFF:
-                raise QCFuseError(f"{name} is a field of /v1/chat/completions, not of text completions; omit it")
+                message = f"{name} is a field of /v1/chat/completions, not of text completions; omit it"
+                raise InvalidSetting(message, name, "unsupported_parameter")
         if not isinstance(self.prompt, str) and not all(isinstance(text, str) for text in self.prompt):
-            raise QCFuseError("prompt has to be text; token ids are not supported")
+            raise InvalidSetting("prompt has to be text; token ids are not supported", "prompt")
         if not self.texts:
-            raise QCFuseError("prompt has no text")
+            raise InvalidSetting("prompt has no text", "prompt")
         if self.prompt_count * self.answer_count > MAX_ANSWERS:
-            raise QCFuseError(
+            raise InvalidSetting(
                 f"{self.prompt_count} prompts with {self.answer_count} answers each, and a request gets at most "
-                f"{MAX_ANSWERS} answers; send several requests"
+                f"{MAX_ANSWERS} answers; send several requests",
+                "prompt",
             )
         super().refuse_unsupported()
 

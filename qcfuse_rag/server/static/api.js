@@ -65,10 +65,11 @@ export async function* events(response) {
       const parts = (unread + value).split("\n\n");
       unread = parts.pop();
       for (const part of parts) {
-        const data = part.replace(/^data: /, "");
+        if (!part.startsWith("data: ")) continue; // a comment, sent while an event is awaited
+        const data = part.slice("data: ".length);
         if (data === "[DONE]") return;
         const event = JSON.parse(data);
-        if (event.error) throw new ApiError(event.error.code, event.error.message);
+        if (event.error) throw new ApiError(response.status, event.error.message);
         yield event;
       }
     }
