@@ -124,7 +124,10 @@ class FusionReport:
         return data
 
 
-def describe_limit(room: int, asked: int, reason: str = "no more fit the context window") -> str:
+WINDOW_ENDS = "no more fit the context window"
+
+
+def describe_limit(room: int, asked: int, reason: str = WINDOW_ENDS) -> str:
     """Say in one line that an answer may have fewer tokens than were asked for."""
     return f"the answer may have {room:,} tokens instead of {asked:,}: {reason}"
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.errors import InvalidSetting
 from qcfuse_rag.generation.completion import partial_match_length
 from qcfuse_rag.generation.decoding import Generation
 from qcfuse_rag.generation.sampling import json_grammar
@@ -161,7 +161,29 @@ class _Trimmed:
 
 ToolChoice = str | bool | Mapping[str, Any] | None
 """Which tool to call: `auto` or None lets the model decide, `none` forbids calls, `required` or `any` demands a call; a
-tool's name, or `{"type": "function", "function": {"name": ...}}`, demands a call of that tool."""
+tool's name, or `{"type": "function", "function": {"name": ...}}`, demands a call of that tool; `{"type":
+"allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}` leaves out the other tools."""
+
+JSON_TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
+SCHEMA_KEYS = {"properties", "anyOf", "oneOf", "allOf", "$ref", "enum", "const"}
+"""Keys by which a JSON schema without a type is known."""
+
+
+def _is_schema(value: Mapping[str, Any]) -> bool:
+    kinds = value.get("type")
+    if kinds is None:
+        return bool(SCHEMA_KEYS & value.keys())
+    return all(kind in JSON_TYPES for kind in (kinds if isinstance(kinds, list | tuple) else [kinds]))
+
+
+def _schema_of(kind: type) -> Mapping[str, Any]:
+    from pydantic import PydanticUserError, TypeAdapter
+
+    try:
+        return TypeAdapter(kind).json_schema()
+    except PydanticUserError as error:
+        message = f"response_format is the class {kind.__name__}, which has no JSON schema: {error.message}"
+        raise InvalidSetting(message, "response_format") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,22 +194,32 @@ class ResponseFormat:
         tools: all tools, as `{"type": "function", "function": {...}}`.
         tool_choice: which of the tools to call.
         response_format: `{"type": "text"}`, `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema":
-            {"schema": ...}}`; None is text. With tools, an answer is one call or such JSON.
+            {"schema": ...}}`; the schema may also stand in the place of `json_schema`, or alone, or be a class that
+            pydantic knows; None is text. With tools, an answer is one call or such JSON.
         parallel_tool_calls: whether an answer may have several calls; else those after the first are dropped.
 
     Raises:
-        QCFuseError: if the choice names an unknown tool, or the format's type is unknown.
+        InvalidSetting: if the choice names an unknown tool, or the format's type is unknown.
     """
 
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = None
-    response_format: Mapping[str, Any] | None = None
+    response_format: Mapping[str, Any] | type | None = None
     parallel_tool_calls: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.response_format, type):
+            object.__setattr__(self, "response_format", _schema_of(self.response_format))
         _ = self.schema  # raises if its type is not known
+        match self.tool_choice:
+            case {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*allowed]},
+            } | {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
+                object.__setattr__(self, "tools", tuple(tool for choice in allowed for tool in self._named(choice)))
+                object.__setattr__(self, "tool_choice", mode)
         if self.required_tools == () and self.tool_choice in (True, "any", "required"):
-            raise QCFuseError("tool_choice demands a call, and there are no tools to call")
+            raise InvalidSetting("tool_choice demands a call, and there are no tools to call", "tool_choice")
 
     @property
     def visible_tools(self) -> Sequence[Tool]:
@@ -201,29 +233,39 @@ class ResponseFormat:
             return ()
         if self.tool_choice in (True, "any", "required"):
             return tuple(self.tools)
-        choice = self.tool_choice
-        function = choice.get("function") if isinstance(choice, Mapping) else {"name": choice}
+        return self._named(self.tool_choice)
+
+    def _named(self, choice: Any) -> Sequence[Tool]:
+        """Return the tool that a choice names, as a sequence of one."""
+        function = choice.get("function", choice) if isinstance(choice, Mapping) else {"name": choice}
         name = function.get("name") if isinstance(function, Mapping) else None
-        required = [tool for tool in self.tools if tool["function"]["name"] == name]
-        if not required:
+        named = [tool for tool in self.tools if tool["function"]["name"] == name]
+        if not named:
             names = ", ".join(tool["function"]["name"] for tool in self.tools) or "none"
-            raise QCFuseError(f"tool_choice names {name!r}, which is not among the given tools: {names}")
-        return required
+            message = f"tool_choice names {name!r}, which is not among the given tools: {names}"
+            raise InvalidSetting(message, "tool_choice")
+        return named
 
     @property
     def schema(self) -> Mapping[str, Any] | None:
         """The JSON schema that the answer must follow; None if the answer is text."""
-        requested = self.response_format or {"type": "text"}
-        match requested:
-            case {"type": "text"}:
+        match self.response_format:
+            case None | {"type": "text"}:
                 return None
-            case {"type": "json_object"}:
-                return {"type": "object"}
-            case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
+            case {"type": "json_object" | "json_schema", "json_schema": {"schema": Mapping() as schema}}:
                 return schema
-        raise QCFuseError(
+            case {"type": "json_object" | "json_schema", "schema": Mapping() as schema}:
+                return schema
+            case {"type": "json_object", **rest} if not any(rest.values()):
+                return {"type": "object"}
+            case {"type": "json_schema", "json_schema": Mapping() as schema} if _is_schema(schema):
+                return schema
+            case Mapping() as schema if _is_schema(schema):
+                return schema
+        raise InvalidSetting(
             'response_format has to be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
-            f'"json_schema": {{"schema": ...}}}}, not {dict(requested)}'
+            f'"json_schema": {{"schema": ...}}}}, not {self.response_format!r}',
+            "response_format",
         )
 
     @property

@@ -39,7 +39,7 @@ class SamplingParams:
     Attributes:
         max_new_tokens: Limit of the answer, in tokens.
         temperature: 0 takes the likeliest token; higher values give more varied answers.
-        top_p: Keep the likeliest tokens that together have this probability.
+        top_p: Keep the likeliest tokens that together have this probability; at least one.
         top_k: Keep this many likeliest tokens; 0 keeps all.
         min_p: Keep the tokens that have at least this share of the likeliest token's probability.
         repetition_penalty: Above 1 makes tokens of the prompt and the answer less likely (Keskar et al.,
@@ -65,7 +65,7 @@ class SamplingParams:
 
     max_new_tokens: Annotated[int, Ge(1)] = 256
     temperature: Annotated[float, Ge(0)] = 0.0
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    top_p: Annotated[float, Ge(0), Le(1)] = 1.0
     top_k: Annotated[int, Ge(0)] = 0
     min_p: Annotated[float, Ge(0), Le(1)] = 0.0
     repetition_penalty: Annotated[float, Gt(0), Lt(math.inf)] = 1.0

@@ -202,20 +202,43 @@ class ChatTemplate:
     def _render(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> str:
         if self._tokenizer.chat_template is None:
             return (self._tokenizer.bos_token or "") + "\n\n".join(turn["content"] for turn in turns)
-        mergeable = len(turns) > 1 and turns[0]["role"] == "system"
+        failure: TemplateError | None = None
+        for arranged in self._arrangements(turns):
+            try:
+                return self._apply(arranged, tools, kwargs)
+            except TemplateError as error:
+                failure = failure or error
+        raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {failure}") from failure
+
+    def _arrangements(self, turns: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+        """Yield the messages as they are, then in forms for strict templates, the nearest first.
+
+        Forms of which the template would leave a message out are passed over, but for the last one.
+        """
+        if self._shows(turns):
+            yield turns
+            yield list(map(_with_object_arguments, turns))
+        if len(turns) > 1 and turns[0]["role"] == "system":
+            system, first, *rest = turns
+            merged = [{**first, "content": f"{system['content']}\n\n{_text(first)}"}, *rest]
+            if self._shows(merged):
+                yield merged
+            if self._shows_system:
+                yield [system, *alternating(turns[1:])]
+        yield alternating(turns)
+
+    def _shows(self, turns: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the template leaves out no message of these roles; it may still refuse them."""
+        if len(turns) > 1 and turns[0]["role"] == "system" and not self._shows_system:
+            return False
+        if all(turn["role"] in ("user", "assistant") for turn in turns[1:]):
+            return True
+        texts = [f"[[qcfuse:{number}]]" for number in range(len(turns))]
         try:
-            if not mergeable or self._shows_system:
-                return self._apply(turns, tools, kwargs)
-        except TemplateError as error:
-            if not mergeable:
-                raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
-        # Some chat templates refuse or omit the system role: put its text in front of the first turn.
-        system, first, *rest = turns
-        merged = [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
-        try:
-            return self._apply(merged, tools, kwargs)
-        except TemplateError as error:
-            raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
+            rendered = self._apply([{**turn, "content": text} for turn, text in zip(turns, texts, strict=True)], [], {})
+        except TemplateError:
+            return True
+        return all(text in rendered for text, turn in zip(texts, turns, strict=True) if turn["role"] != "assistant")
 
     def _apply(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> str:
         given = list(tools) or None
@@ -312,6 +335,42 @@ class SpelledTokens:
                 spelt.append((len(text), len(text) + len(unmarked)))
             text += unmarked
         return RenderedText(text, tuple(spelt))
+
+
+def alternating(turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a conversation as texts of user and assistant in turn, of which the user has the first.
+
+    System messages and results of tools become the user's, and calls the assistant's text. Texts of one role in a row
+    are joined by blank lines. An empty question precedes a greeting.
+    """
+    joined: list[Mapping[str, Any]] = []
+    for turn in turns:
+        role, text = ("assistant" if turn["role"] == "assistant" else "user"), _text(turn)
+        if turn["role"] in ("tool", "function"):
+            text = f"Result of {turn.get('name') or 'the tool'}: {text}"
+        calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in turn.get("tool_calls") or ()]
+        text = "\n".join(filter(None, [text, *calls]))
+        if joined and joined[-1]["role"] == role:
+            text = f"{joined.pop()['content']}\n\n{text}"
+        elif not joined and role == "assistant":
+            joined.append({"role": "user", "content": ""})
+        joined.append({"role": role, "content": text})
+    return joined
+
+
+def _text(turn: Mapping[str, Any]) -> str:
+    return str(turn.get("content") or "")
+
+
+def _with_object_arguments(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a turn whose calls have objects as arguments; anything else becomes the object's `arguments`."""
+    calls = []
+    for call in turn.get("tool_calls") or ():
+        function = call.get("function", call)
+        given = function.get("arguments")
+        object_ = given if isinstance(given, Mapping) else {"arguments": given}
+        calls.append({**call, "function": {**function, "arguments": object_}})
+    return {**turn, "tool_calls": calls} if calls else turn
 
 
 def leaves(value: Any) -> Iterator[tuple[Any, int]]:

@@ -15,7 +15,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.scheduler import AnswerRequest, EngineHandle, RequestHandle, cancel_request
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.report import FusionReport, describe_limit
+from qcfuse_rag.fusion.report import WINDOW_ENDS, FusionReport, describe_limit
 from qcfuse_rag.generation.decoding import Generation
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
@@ -190,8 +190,9 @@ class EngineBackend:
     ) -> LastPiece:
         """Return the last piece of a request with the usage of all answers, and the report of the first one."""
         report, asked, limit = redact_report(generations[0].report), request.token_limit, first.params.max_new_tokens
-        if asked is not None and limit == self._most_tokens < asked:
-            report = replace(report, answer_limit=describe_limit(limit, asked, "this server gives no more"))
+        if asked is not None and limit < asked:
+            reason = "this server gives no more" if limit == self._most_tokens else WINDOW_ENDS
+            report = replace(report, answer_limit=describe_limit(limit, asked, reason))
         if self._idle_warming is not None:
             unknown = _unknown_passages(request, first.prompt, report, passages)
             # In a thread, because a long prompt may have thousands of parts.

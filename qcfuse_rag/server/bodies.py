@@ -37,13 +37,18 @@ TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[,\[{]', re.DOTALL)
 """Matches what is counted; a text with its escapes counts once."""
 
 CLOSE = {"Connection": "close"}
-HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: CLOSE, 429: {"Retry-After": "1"}}
+HEADERS = {
+    415: {"Accept-Encoding": "identity"},
+    401: {"WWW-Authenticate": "Bearer"},
+    408: CLOSE,
+    429: {"Retry-After": "1"},
+}
 """Extra response headers by status."""
 
 CLIENT_CLOSED = 499
 """Status of the response after the client has disconnected. Nobody receives it."""
 
-PYDANTIC_CODES = {"missing": "missing_required_parameter"}
+PYDANTIC_CODES = {"missing": "missing_required_parameter", "unsupported": "unsupported_value"}
 """OpenAI's codes by pydantic's kinds of errors."""
 
 DISCONNECT_POLL_S = 0.2
@@ -66,6 +71,8 @@ class JsonBodies:
         # A web page can send other types of content to this machine without asking.
         if not JSON_CONTENT.match(request.headers.get("content-type", "")):
             raise HTTPException(400, "the body has to be JSON, with the header Content-Type: application/json")
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise HTTPException(415, "the body is compressed; send it as it is, without Content-Encoding")
         pieces = [piece async for piece in request.stream()]
 
         def parse() -> BodyT:

@@ -135,7 +135,7 @@ def test_a_conversation_beyond_the_context_window_is_refused_before_it_is_render
     )
     engine = make_engine(LanguageModel.wrap(llama.model, tokenizer), MemoryStore(), template=ONE_MESSAGE)
     with pytest.raises(InvalidTemplate, match="rendered"):
-        engine.prompt_from_text([("user", "Why?")] * 3)
+        engine.prompt_from_text([("user", "Why?"), ("assistant", "So."), ("user", "Why?")])
     with pytest.raises(PromptTooLong, match="characters exceeds the context window of 512 tokens"):
         engine.prompt_from_text([("user", "Why?"), ("user", "x" * 2_000_000), ("user", "Why?")])
     with pytest.raises(PromptTooLong, match="of about 2,000,004 characters"):  # with what the template adds

@@ -79,7 +79,7 @@ def test_an_answer_with_penalties_is_exact_and_says_that_it_is_not_verified(engi
     [
         {"max_new_tokens": 0},
         {"temperature": -1.0},
-        {"top_p": 0.0},
+        {"top_p": -0.1},
         {"top_k": -1},
         {"min_p": 1.5},
         {"repetition_penalty": 0.0},

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, Prompt, PromptTemplate
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.builder import PromptBuilder, estimate_length
-from qcfuse_rag.prompts.chat_template import MARK_CHARACTERS, RenderedText, SpelledTokens, leaves
+from qcfuse_rag.prompts.chat_template import MARK_CHARACTERS, RenderedText, SpelledTokens, alternating, leaves
 from qcfuse_rag.prompts.recognition import text_segments
 from qcfuse_rag.prompts.segments import Role, Segment
 from qcfuse_rag.prompts.template import Turn, as_mapping
@@ -423,6 +423,75 @@ def test_a_chat_template_without_a_system_role_gets_its_text_in_the_first_turn()
     other.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(InvalidTemplate, match="does not take these messages: no"):
         PromptBuilder(other, PromptTemplate()).build(QUESTION, PASSAGES)
+
+
+REFUSALS = {
+    # As Gemma's: no system message, and user and assistant in turn.
+    "no system": "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}",
+    # As Mistral's: a system message may come first.
+    "first system": "{% set turns = messages[1:] if messages[0].role == 'system' else messages %}"
+    "{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}{% endif %}"
+    "{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}",
+    # As Zephyr's: roles that it does not know are left out without a word.
+    "leaves out": "{% for m in messages if m.role in ('user', 'assistant') or (m.role == 'system' and loop.first) %}",
+}
+CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"boat": "tug"}}}
+CONVERSATIONS: dict[str, list[Turn]] = {
+    "later system": [("user", "A?"), ("assistant", "B."), ("system", "C!"), ("user", "D?")],
+    "system at the end": [("system", "A!"), ("user", "B?"), ("system", "C!")],
+    "developer": [("system", "A!"), ("user", "B?"), ("assistant", "C."), ("developer", "D!"), ("user", "E?")],
+    "user twice": [("system", "A!"), ("user", "B?"), ("user", "C?")],
+    "assistant twice": [("user", "A?"), ("assistant", "B."), ("assistant", "C."), ("user", "D?")],
+    "greeting": [("system", "A!"), ("assistant", "B."), ("user", "C?")],
+    "tool": [
+        ("user", "A?"),
+        {"role": "assistant", "content": "B.", "tool_calls": [CALL]},
+        {"role": "tool", "content": "C.", "name": "look_up"},
+        {"role": "function", "content": "D."},
+    ],
+    "another role": [("user", "A?"), ("critic", "B."), ("user", "C?")],
+    "system alone": [("system", "A!")],
+}
+
+
+@pytest.mark.parametrize("turns", CONVERSATIONS.values(), ids=list(CONVERSATIONS))
+@pytest.mark.parametrize("refusals", REFUSALS.values(), ids=list(REFUSALS))
+def test_strict_templates_take_every_conversation_and_show_all_of_it(refusals: str, turns: list[Turn]) -> None:
+    strict = build_tokenizer(lambda: PASSAGES)
+    strict.chat_template = refusals + "<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+    builder = PromptBuilder(strict, PromptTemplate())
+    shown = builder.render(turns).text
+    said = [dict(turn)["content"] if isinstance(turn, dict) else turn[1] for turn in turns]
+    assert [text for text in re.findall(r"[A-E][?.!]", shown) if text != "<"] == said
+    assert ("look_up" in shown) == any(isinstance(turn, dict) for turn in turns)
+    asked = builder.build(QUESTION, PASSAGES, turns)
+    whole = "".join(segment.text for segment in asked.segments)
+    assert all(text in whole for text in [*said, *PASSAGES, QUESTION])
+    assert [s.text.strip() for s in asked.segments if s.role is Role.CHUNK] == PASSAGES
+
+
+def test_an_alternating_form_joins_texts_and_labels_results(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert alternating([as_mapping(turn) for turn in CONVERSATIONS["tool"]]) == [
+        {"role": "user", "content": "A?"},
+        {"role": "assistant", "content": 'B.\n{"name": "look_up", "arguments": {"boat": "tug"}}'},
+        {"role": "user", "content": "Result of look_up: C.\n\nResult of the tool: D."},
+    ]
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Os', '{"a":1,}', " ", None, "null", "[1]", 7])
+def test_broken_arguments_are_shown_as_they_are_or_inside_an_object(
+    tokenizer: PreTrainedTokenizerFast, arguments: object
+) -> None:
+    turns = [("user", "A?"), {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+    other = copy.deepcopy(tokenizer)
+    written = "{% for call in messages[1].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+    other.chat_template = written
+    assert PromptBuilder(other, PromptTemplate()).render(turns).text == json.dumps(arguments)
+    other.chat_template = written.replace("tojson", "items | list | tojson")
+    assert PromptBuilder(other, PromptTemplate()).render(turns).text == json.dumps([["arguments", arguments]])
 
 
 def test_finished_text_gets_the_start_token_its_tokenizer_would_give() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -45,13 +46,15 @@ def function(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": fields}
 
 
-CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
 IMAGE = user([{"type": "image_url"}])
 
 TYPES_AND_RANGES = [
     ({"messages": []}, "messages: List should have at least 1 item"),
     ({"messages": "x"}, "messages: Input should be a valid array"),
-    (IMAGE, "messages.0.content.list[TextPart].0.type: Input should be 'text'"),
+    (IMAGE, "the model reads text; describe parts of other types, or leave them out: image_url"),
+    (user([{"type": "input_audio"}]), "or leave them out: input_audio"),
+    (user([{"type": "text", "text": 7}]), "messages.0.content.list[TextPart].0.text: Input should be a valid string"),
+    ({"temperature": 1, "top_p": -0.1}, "top_p"),
     ({"logprobs": "many"}, "logprobs: Input should be a valid boolean"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: Input should be less"),
     ({"top_k": -2}, "top_k"),
@@ -71,6 +74,8 @@ TYPES_AND_RANGES = [
     ({"documents": ["\ud800"]}, "the body is not JSON"),
 ]
 UNSUPPORTED = {
+    "json_schema": {"type": "object"},
+    "grammar": 'root ::= "a"',
     "suffix": "x",
     "guided_json": {"type": "object"},
     "structured_outputs": {"regex": "a+"},
@@ -102,11 +107,19 @@ REFUSED = [
         "$defs in the parameters of f has to be an object",
     ),
     ({"response_format": {"type": "yaml"}}, "response_format has to be"),
+    ({"response_format": {}}, "response_format has to be"),
+    ({"response_format": {"type": "json_object", "schema": 5}}, "response_format has to be"),
+    ({"response_format": {"type": "json_schema"}}, "response_format has to be"),
+    ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format has to be"),
+    ({"tools": [LOOK_UP], "tool_choice": {"type": "any"}}, "tool_choice names None"),
+    (
+        {"tools": [LOOK_UP], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "sink"}]}},
+        "tool_choice names 'sink', which is not among the given tools: look_up",
+    ),
     (schema("x"), "response_format has to be"),
     (schema({"anyOf": 5}), "anyOf must be an array"),
     (schema({"properties": {"x": {"prefixItems": 5}}}), "prefixItems must be an array"),
     (schema(nested({"type": "object"}, 150, "items")), "at most 100 levels"),
-    ({"messages": [CALLED, {"role": "user", "content": "x"}]}, "something in the body is nested"),
 ]
 
 
@@ -173,7 +186,7 @@ async def test_long_answers_are_cut_to_what_fits(
     reason: str | None,
 ) -> None:
     """A prompt and a bias that leave a known number of tokens to an answer that never ends."""
-    length = 3900 if given is None else 10
+    length = 1900 if given is None else 10
     prompt = {"messages": user("x " * length)["messages"]} if path[:4] == "chat" else {"prompt": "x " * length}
     bias = {str(engine.lm.tokenizer("x")["input_ids"][-1]): 100}
     body = (await post(http, path, **prompt, **asked, logit_bias=bias)).json()
@@ -217,6 +230,57 @@ async def test_bodies_are_as_deep_as_any_part_of_this_can_take(
     body = json.dumps({"messages": [{"role": "user", "content": "x", "more": "deep"}], "max_tokens": 1})
     deep = body.replace('"deep"', "[" * depth + "]" * depth)
     assert (await http.post("/v1/chat/completions", content=deep, headers=JSON)).status_code == status
+
+
+TEXT = {"type": "text", "text": "x"}
+BROKEN_CALLS = ['{"city": "Os', '{"a":1,}', " ", None, "null", "", "[1]", "[" * 100_000]
+
+
+@pytest.mark.parametrize(
+    ("changes", "alike"),
+    [
+        (user([{"type": "input_text", "text": "x"}]), user("x")),
+        (user([TEXT, {"type": "output_text", "text": "y", "annotations": []}]), user("xy")),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, USER]},
+            {"messages": [{"role": "assistant", "content": "No."}, USER]},
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": None, "refusal": "No."}, USER]},
+            {"messages": [{"role": "assistant", "content": "No."}, USER]},
+        ),
+        ({"stop": ""}, {}),
+        ({"stop": ["", "qq"]}, {"stop": "qq"}),
+        ({"top_p": 0, "temperature": 1}, {"temperature": 0}),
+        ({"response_format": {"type": "json_object", "schema": None}}, {"response_format": {"type": "json_object"}}),
+        ({"n": 2}, {"n": 2, "temperature": 0}),
+    ],
+)
+async def test_other_forms_are_taken(http: httpx.AsyncClient, changes: dict[str, Any], alike: dict[str, Any]) -> None:
+    first, second = [(await ask(http, **{"documents": None, **form})).json() for form in (changes, alike)]
+    assert first["choices"] == second["choices"]
+    assert first["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
+    assert len(first["choices"]) == changes.get("n", 1)
+    assert first["choices"][0] == {**first["choices"][-1], "index": 0}
+    assert first["system_fingerprint"].startswith("fp_")
+
+
+@pytest.mark.parametrize("arguments", BROKEN_CALLS)
+async def test_broken_calls_of_earlier_turns_do_not_end_a_conversation(
+    http: httpx.AsyncClient, arguments: str | None
+) -> None:
+    called = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+    messages = [USER, called, {"role": "tool", "tool_call_id": "1", "content": "x"}, USER]
+    response = await ask(http, messages=messages, documents=None, max_tokens=1)
+    assert (response.status_code == 200) == (arguments is None or len(arguments) < 1000), response.text
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])
+async def test_compressed_bodies_are_refused(http: httpx.AsyncClient, encoding: str) -> None:
+    body, headers = gzip.compress(json.dumps(ASKED).encode()), {**JSON, "content-encoding": encoding}
+    response = await http.post("/v1/chat/completions", content=body, headers=headers)
+    assert (response.status_code, response.headers["accept-encoding"]) == (415, "identity")
+    assert "without Content-Encoding" in error(response)
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "", "application/x-www-form-urlencoded", "application/jsonp"])

@@ -8,16 +8,18 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from qcfuse_rag.server import answers, event_response
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import LOOPBACK, RequestLimits
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
-from qcfuse_rag.server.protocol.events import Event, LastPiece, Piece
+from qcfuse_rag.server.protocol.events import Event, LastPiece, Piece, Queued
 from qcfuse_rag.server.serve import SPARE_CONNECTIONS, make_server
 from tests.support import seams
 from tests.support.serving import ASKED, JSON, ask, client, error
@@ -52,6 +54,51 @@ async def listening(server: uvicorn.Server) -> AsyncIterator[int]:
     server.should_exit = True
     await running
     gc.freeze()  # as it was before: see the tests' `pytest_collection`
+
+
+class SlowBackend(FixedBackend):
+    """Answers when it is told to, after it has taken the request, or not even that."""
+
+    def __init__(self, *, queued: bool) -> None:
+        self.queued, self.go_on, self.closed = queued, asyncio.Event(), asyncio.Event()
+
+    async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+        try:
+            if self.queued:
+                yield Queued("fp_1")
+            await self.go_on.wait()
+            yield Piece("Yes.")
+            yield LastPiece(usage={}, report={})
+        finally:
+            self.closed.set()
+
+
+@pytest.mark.enable_socket
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize("queued", [True, False])
+async def test_a_stream_sends_headers_at_once_and_comments_while_it_waits(
+    path: str, queued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_response, "COMMENT_S", 0.05)
+    monkeypatch.setattr(answers, "HEADERS_S", 0.3)
+    backend = SlowBackend(queued=queued)
+    body = json.dumps({"stream": True, **({"prompt": "x"} if path == "completions" else ASKED)}).encode()
+    async with listening(make_server(make_app(backend), max_requests=4)) as port:
+        url = f"http://127.0.0.1:{port}/v1/{path}"
+        async with httpx.AsyncClient() as http, http.stream("POST", url, content=body, headers=JSON) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            assert (response.headers["x-accel-buffering"], response.headers["cache-control"]) == ("no", "no-cache")
+            lines = response.aiter_lines()
+            assert [await anext(lines) for _ in range(4)] == [": waiting", "", ": waiting", ""]
+            backend.go_on.set()
+            *events, last = [line async for line in lines if line and not line.startswith(":")]
+            assert last == "data: [DONE]"
+            assert {json.loads(event[6:])["system_fingerprint"] for event in events} == {"fp_1" if queued else None}
+        backend.go_on.clear()
+        backend.closed.clear()
+        async with httpx.AsyncClient() as http, http.stream("POST", url, content=body, headers=JSON):
+            pass  # a client who leaves while it waits
+        await asyncio.wait_for(backend.closed.wait(), 20)
 
 
 async def said(port: int, *parts: bytes) -> bytes:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.errors import InvalidSetting, QCFuseError
+from qcfuse_rag.errors import InvalidSetting
 from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.server.protocol.generation_request import MAX_TOP_LOGPROBS, FailFastList, GenerationRequest
@@ -47,11 +49,24 @@ def delimited_passages(text: str) -> list[str]:
     return passages
 
 
-class TextPart(BaseModel):
-    """A part of a message's content; only text is supported."""
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+UNREADABLE = "the model reads text; describe parts of other types, or leave them out:"
 
-    type: Literal["text"]
+
+class TextPart(BaseModel):
+    """A part of a message's content, also in the forms of OpenAI's responses; only text is supported."""
+
+    type: str
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind in TEXT_PARTS:
+            text = part.get("text", part.get(kind)) if isinstance(part, dict) else None
+            return part if text is None else {"type": kind, "text": text}
+        raise PydanticCustomError("unsupported", "{message}", {"message": f"{UNREADABLE} {kind}"})
 
 
 class Function(BaseModel):
@@ -72,10 +87,10 @@ class ToolSpec(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """The function of an earlier call, with its arguments as JSON."""
+    """The function of an earlier call, with its arguments as JSON; models also write what is none."""
 
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: Any = None
 
 
 class EarlierCall(BaseModel):
@@ -86,12 +101,11 @@ class EarlierCall(BaseModel):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call for a chat template, with its arguments as an object."""
-        arguments = self.function.arguments
-        try:
-            arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        except json.JSONDecodeError as error:
-            raise QCFuseError(f"the arguments of a tool call are not JSON: {error}") from error
+        """Return the call for a chat template, with its arguments as an object, or as they are if they are none."""
+        arguments = self.function.arguments or {}
+        with suppress(ValueError, RecursionError):  # a model has written it, and clients send it with every later turn
+            parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+            arguments = parsed if isinstance(parsed, dict) else arguments
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}
 
@@ -103,12 +117,13 @@ class ChatMessage(BaseModel):
 
     role: str
     content: str | FailFastList[TextPart] | None = None
+    refusal: str | None = None
     tool_calls: FailFastList[EarlierCall] | None = None
 
     @property
     def text(self) -> str:
-        """The content as text."""
-        content = self.content or ""
+        """The content as text, or the refusal in its place."""
+        content = self.content or self.refusal or ""
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
     def turn(self) -> dict[str, Any]:
@@ -141,7 +156,7 @@ class ChatRequest(GenerationRequest):
     documents: FailFastList[str] | Literal["library"] | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1, strict=True)
     tools: FailFastList[ToolSpec] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolSpec | None = None
+    tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -158,12 +173,8 @@ class ChatRequest(GenerationRequest):
     def to_response_format(self, *, shows_tools: bool = True) -> ResponseFormat:
         """Return the response format, see `GenerationRequest`."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        choice: str | dict[str, Any] | None
-        if isinstance(self.tool_choice, ToolSpec):
-            choice = {"type": "function", "function": {"name": self.tool_choice.function.name}}
-        else:
-            choice = self.tool_choice
-        given = ResponseFormat(tools, choice, self.response_format, self.parallel_tool_calls is not False)
+        several_calls = self.parallel_tool_calls is not False
+        given = ResponseFormat(tools, self.tool_choice, self.response_format, several_calls)
         return given if shows_tools or given.required_tools else replace(given, tools=())
 
     @property

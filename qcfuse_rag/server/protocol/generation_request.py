@@ -46,6 +46,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     # vLLM's fields: constraints on the answer, sampling, the end of the answer and its text, the prompt
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), OFF),
+    **dict.fromkeys(("json_schema", "grammar", "format"), OFF),  # llama-server's, and Ollama's
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "use_beam_search"), OFF),
     **dict.fromkeys(("min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"), OFF),
     **dict.fromkeys(("echo", "prompt_logprobs", "chat_template"), OFF),
@@ -148,15 +149,20 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
         """Length limit of an answer; None if the request sets none."""
         return self.max_tokens
 
+    @property
+    def stops(self) -> list[str]:
+        """The strings that end an answer; empty ones end none."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
     def refuse_unsupported(self) -> None:
         """Refuse unsupported fields and oversized values by the field's name, and drop the ignored fields."""
         extra = self.model_extra or {}
         for name, value in extra.items():
             if value not in NEUTRAL_VALUES.get(name, (value,)):
-                raise InvalidSetting(f"{name} is not supported; omit it", name, "unsupported_parameter")
+                message = f"{name} is not supported; omit it, or give a schema in response_format if that is meant"
+                raise InvalidSetting(message, name, "unsupported_parameter")
         extra.clear()
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+        if len(self.stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in self.stops):
             message = f"stop allows at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters"
             raise InvalidSetting(message, "stop")
         level: list[Any] = [self.model_dump()]
@@ -172,7 +178,7 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
             **{"fidelity": fidelity, **given, "top_k": max(self.top_k or 0, 0)},  # vLLM's -1 keeps all, too
             max_new_tokens=min(self.token_limit or self.DEFAULT_TOKENS, most_tokens),
             logit_bias=tuple((self.logit_bias or {}).items()),
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop=tuple(filter(None, self.stops)),
             logprobs=self.top_count,
         )
 
