@@ -249,7 +249,7 @@ class ResponseFormat:
     @property
     def schema(self) -> Mapping[str, Any] | None:
         """The JSON schema that the answer must follow; None if the answer is text."""
-        match self.response_format:
+        match self.response_format or None:
             case None | {"type": "text"}:
                 return None
             case {"type": "json_object" | "json_schema", "json_schema": {"schema": Mapping() as schema}}:

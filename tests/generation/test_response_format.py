@@ -11,9 +11,10 @@ import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, QCFuseError, SamplingParams, Scheduler
-from qcfuse_rag.errors import InvalidGrammar, InvalidTemplate, UnsupportedModel
+from qcfuse_rag.errors import InvalidGrammar, InvalidSetting, InvalidTemplate, UnsupportedModel
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling import close_objects, json_grammar
 from qcfuse_rag.generation.tool_parsers import (
@@ -28,6 +29,11 @@ from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.tool_templates import LOOK_UP, MOOR, TEMPLATES, teach
+
+
+class Boat(BaseModel):
+    name: str
+
 
 TOOLS = [LOOK_UP, MOOR]
 PARAMETERS: dict[str, Any] = LOOK_UP["function"]["parameters"]  # type: ignore[index]
@@ -313,6 +319,39 @@ class TestSchemas:
             return
         with pytest.raises(QCFuseError, match="response_format has to be"):
             ResponseFormat(response_format=wanted)
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            Boat,
+            {"type": "json_schema", "json_schema": {"name": "boat", "schema": Boat.model_json_schema()}},
+            {"type": "json_schema", "json_schema": Boat.model_json_schema()},
+            {"type": "json_schema", "schema": Boat.model_json_schema()},
+            {"type": "json_object", "schema": Boat.model_json_schema()},
+            Boat.model_json_schema(),
+            {key: value for key, value in Boat.model_json_schema().items() if key != "type"},
+        ],
+    )
+    def test_a_schema_is_taken_in_every_place_that_clients_put_it(self, form: Any) -> None:
+        schema = ResponseFormat([LOOK_UP], response_format=form).schema
+        assert schema is not None
+        assert schema["properties"] == {"name": {"title": "Name", "type": "string"}}
+
+    @pytest.mark.parametrize("form", ["json_object", {"type": "text2"}, {"type": "json_object", "schema": 5}, object])
+    def test_what_is_no_schema_is_refused_by_a_sentence(self, form: Any) -> None:
+        with pytest.raises(InvalidSetting, match="response_format"):
+            ResponseFormat(response_format=form)
+
+    @pytest.mark.parametrize("nested", [True, False])
+    @pytest.mark.parametrize(("mode", "required"), [("auto", []), ("required", [MOOR])])
+    def test_allowed_tools_leave_out_the_others(self, nested: bool, mode: str, required: list[Any]) -> None:
+        name = {"name": "moor"}
+        allowed = {"mode": mode, "tools": [{"type": "function", "function": name} if nested else name]}
+        choice = {"type": "allowed_tools", **({"allowed_tools": allowed} if nested else allowed)}
+        chosen = ResponseFormat([LOOK_UP, MOOR], choice)
+        assert (list(chosen.visible_tools), list(chosen.required_tools)) == ([MOOR], required)
+        with pytest.raises(InvalidSetting, match="'moor', which is not among the given tools: look_up"):
+            ResponseFormat([LOOK_UP], choice)
 
     def test_a_schema_that_cannot_be_followed_is_said_before_anything_is_computed(self, engine: FusionEngine) -> None:
         params = SamplingParams(grammar=json_grammar({"type": "no such type"}))

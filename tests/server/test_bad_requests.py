@@ -107,7 +107,6 @@ REFUSED = [
         "$defs in the parameters of f has to be an object",
     ),
     ({"response_format": {"type": "yaml"}}, "response_format has to be"),
-    ({"response_format": {}}, "response_format has to be"),
     ({"response_format": {"type": "json_object", "schema": 5}}, "response_format has to be"),
     ({"response_format": {"type": "json_schema"}}, "response_format has to be"),
     ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format has to be"),
