@@ -176,11 +176,11 @@ def _is_schema(value: Mapping[str, Any]) -> bool:
     return all(kind in JSON_TYPES for kind in (kinds if isinstance(kinds, list | tuple) else [kinds]))
 
 
-def _schema_of(kind: type) -> Mapping[str, Any]:
+def _format_of(kind: type) -> Mapping[str, Any]:
     from pydantic import PydanticUserError, TypeAdapter
 
     try:
-        return TypeAdapter(kind).json_schema()
+        return {"type": "json_schema", "schema": TypeAdapter(kind).json_schema()}
     except PydanticUserError as error:
         message = f"response_format is the class {kind.__name__}, which has no JSON schema: {error.message}"
         raise InvalidSetting(message, "response_format") from error
@@ -209,7 +209,7 @@ class ResponseFormat:
 
     def __post_init__(self) -> None:
         if isinstance(self.response_format, type):
-            object.__setattr__(self, "response_format", _schema_of(self.response_format))
+            object.__setattr__(self, "response_format", _format_of(self.response_format))
         _ = self.schema  # raises if its type is not known
         match self.tool_choice:
             case {

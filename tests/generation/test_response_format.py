@@ -337,7 +337,9 @@ class TestSchemas:
         assert schema is not None
         assert schema["properties"] == {"name": {"title": "Name", "type": "string"}}
 
-    @pytest.mark.parametrize("form", ["json_object", {"type": "text2"}, {"type": "json_object", "schema": 5}, object])
+    @pytest.mark.parametrize(
+        "form", ["json_object", {"type": "text2"}, {"type": "json_object", "schema": 5}, Scheduler]
+    )
     def test_what_is_no_schema_is_refused_by_a_sentence(self, form: Any) -> None:
         with pytest.raises(InvalidSetting, match="response_format"):
             ResponseFormat(response_format=form)
