@@ -133,13 +133,13 @@ class Corpus:
         for source, keys in owned.items():
             self.open_sources().confirm(source, keys, replace=given.replace)
         left = {source: self.open_sources().addresses(source) for source in owned}
-        kept = [
+        confirmed = [
             (text, chunk, source is not None)
             for text, chunk, source in zip(texts, chunks, sources_of, strict=True)
             if source is None or all(self._store.address(key) in left[source] for key in self.keys(chunk, bases))
         ]
         if bases:
-            self._note_signatures(kept, bases[0], warmed=summary.warmed > 0)
+            self._note_signatures(confirmed, bases[0], warmed=summary.warmed > 0)
         self._store.flush()  # last: if a remote cannot be reached, the chunks on the disk are in use all the same
         return summary
 

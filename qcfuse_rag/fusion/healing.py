@@ -216,17 +216,17 @@ class Healing:
         rows = [*range(self.healed, stop), *([last] if step else [])]
         first_index = max(self.healed, length - 1) - (length - 1)  # of the answer's tokens
         healed_logits = max(0, stop - (length - 1) - first_index)
-        kept = healed_logits + step
+        n_logits = healed_logits + step
         ids = [self._prompt.ids[row] if row < length else answer[row - length] for row in rows]
         tokens = to_device(torch.tensor(ids), lm.device)
         plan = RowsPlan.of(torch.tensor(rows), lm.sliding, device=lm.device)
-        if not kept:
+        if not n_logits:
             runner.prefills.hidden(tokens, plan, self.buffer, depth=lm.n_layers)
             logits = torch.empty(0)
-        elif kept == 1:
+        elif n_logits == 1:
             logits = runner.prefills.logits(tokens, plan, self.buffer)[None]
         else:
-            logits = forward_logits(lm, tokens, plan, self.buffer, last=kept)
+            logits = forward_logits(lm, tokens, plan, self.buffer, last=n_logits)
         if healed_logits:
             self._expect(logits[:healed_logits], answer[: first_index + healed_logits - 1])
         self.healed = stop

@@ -67,7 +67,7 @@ class Prefilled:
         scores: the probe's scores, if there was a probe.
         exact_tokens: number of leading positions whose keys and values are full prefill's; the whole prompt if
             everything was computed. Recomputed positions behind stale ones do not count.
-        lease: keeps prompt and answer for later prompts that begin with them; None if they are not kept.
+        lease: caches prompt and answer for later prompts that begin with them; None if they are not cached.
     """
 
     prompt: Prompt

@@ -1,4 +1,4 @@
-"""Keys and values of finished requests, kept in memory for prompts that begin with the same tokens.
+"""Keys and values of finished requests, cached in memory for prompts that begin with the same tokens.
 
 The next turn of a conversation begins like the last one: system message, tools, earlier turns with their passages and
 answers. The longest such beginning is found by its token ids and copied, as in vLLM's automatic prefix caching. Behind
@@ -29,11 +29,11 @@ MIN_TOKENS = 16
 """Shorter beginnings are not worth a copy."""
 
 MAX_UNUSED = 0.25
-"""Share of a buffer that may be unused; a buffer with more is copied before it is kept."""
+"""Share of a buffer that may be unused; a buffer with more is copied before it is cached."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptSequence:
+class CachedSequence:
     """A prompt and its answer with their keys and values.
 
     Attributes:
@@ -74,7 +74,7 @@ class KeptSequence:
             return exact
         return max(exact, _whole_segments(prompt, self._same_passages(prompt, common)))
 
-    def covers(self, other: KeptSequence, tokens: int) -> bool:
+    def covers(self, other: CachedSequence, tokens: int) -> bool:
         """Return whether requests may reuse as many of the first `tokens` of this sequence as of those of `other`."""
         if self.exact_tokens < min(other.exact_tokens, tokens):
             return False
@@ -96,27 +96,27 @@ class KeptSequence:
 
 
 class PrefixCache:
-    """Keeps sequences up to a limit, and drops those that were not used for the longest time.
+    """Caches sequences up to a limit, and drops those that were not used for the longest time.
 
     Safe to use from several threads.
 
     Args:
-        limit_bytes: most bytes of keys and values; 0 keeps nothing.
+        limit_bytes: most bytes of keys and values; 0 caches nothing.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._kept: list[KeptSequence] = []  # the one used last comes last
+        self._sequences: list[CachedSequence] = []  # the one used last comes last
         self._epoch = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._sequences)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all kept keys and values."""
-        return sum(kept.buffer.nbytes for kept in self._kept)
+        """Bytes of all cached keys and values."""
+        return sum(sequence.buffer.nbytes for sequence in self._sequences)
 
     def lease(self, prompt: Prompt, method: Method) -> PrefixLease:
         """Find the longest beginning of a prompt that its request may reuse.
@@ -126,55 +126,55 @@ class PrefixCache:
             method: what the request reuses and recomputes.
         """
         with self._lock:
-            kept, tokens = self._longest(prompt, method)
-            if kept is None:
+            cached, tokens = self._longest(prompt, method)
+            if cached is None:
                 return PrefixLease(self, method, self._epoch)
-            self._kept = [*(other for other in self._kept if other is not kept), kept]
-            return PrefixLease(self, method, self._epoch, tokens, min(tokens, kept.exact_tokens), kept.buffer)
+            self._sequences = [*(other for other in self._sequences if other is not cached), cached]
+            return PrefixLease(self, method, self._epoch, tokens, min(tokens, cached.exact_tokens), cached.buffer)
 
     def reusable_tokens(self, prompt: Prompt, method: Method) -> int:
         """Return how many leading tokens of a prompt its request may reuse at present."""
         with self._lock:
             return self._longest(prompt, method)[1]
 
-    def keep(self, kept: KeptSequence, epoch: int) -> None:
-        """Keep a sequence, in place of those whose prompts it covers.
+    def put(self, sequence: CachedSequence, epoch: int) -> None:
+        """Cache a sequence, in place of those whose prompts it covers.
 
         If a covered sequence has another answer, the keys and values of that answer are dropped. Chat templates rarely
         write an answer in the tokens that it was decoded in, so most turns of a conversation differ there from the turn
         before.
 
         Args:
-            kept: the sequence.
-            epoch: the number of clearings before its request began; if there were more since, it is not kept.
+            sequence: the sequence.
+            epoch: the number of clearings before its request began; if there were more since, it is not cached.
         """
         with self._lock:
-            if epoch != self._epoch or kept.buffer.nbytes > self.limit_bytes:
+            if epoch != self._epoch or sequence.buffer.nbytes > self.limit_bytes:
                 return
-            covering = next((other for other in self._kept if other.covers(kept, len(kept))), None)
-            kept = covering or kept
-            others = [other for other in self._kept if not kept.covers(other, other.prompt_tokens)]
-            sequences = [*(other for other in others if other is not kept), kept]
-            while sum(sequence.buffer.nbytes for sequence in sequences) > self.limit_bytes:
+            covering = next((other for other in self._sequences if other.covers(sequence, len(sequence))), None)
+            sequence = covering or sequence
+            others = [other for other in self._sequences if not sequence.covers(other, other.prompt_tokens)]
+            sequences = [*(other for other in others if other is not sequence), sequence]
+            while sum(other.buffer.nbytes for other in sequences) > self.limit_bytes:
                 sequences.pop(0)
-            self._kept = sequences  # at once: others read it without the lock
+            self._sequences = sequences  # at once: others read it without the lock
 
     def clear(self) -> None:
-        """Drop all sequences, and keep no sequence of a request that has begun."""
+        """Drop all sequences, and cache no sequence of a request that has begun."""
         with self._lock:
-            self._kept, self._epoch = [], self._epoch + 1
+            self._sequences, self._epoch = [], self._epoch + 1
 
-    def _longest(self, prompt: Prompt, method: Method) -> tuple[KeptSequence | None, int]:
-        if not self._kept:
+    def _longest(self, prompt: Prompt, method: Method) -> tuple[CachedSequence | None, int]:
+        if not self._sequences:
             return None, 0
         ids = np.array(prompt.ids[:-1], dtype=np.int64)
-        lengths = [kept.reusable_tokens(prompt, ids, method) for kept in self._kept]
-        best = max(range(len(lengths)), key=lambda index: (lengths[index], self._kept[index].exact_tokens))
+        lengths = [sequence.reusable_tokens(prompt, ids, method) for sequence in self._sequences]
+        best = max(range(len(lengths)), key=lambda index: (lengths[index], self._sequences[index].exact_tokens))
         first = prompt.segments[0]
         stored = len(first.ids) if method.base is not None and first.role is Role.SYSTEM_PREFIX else 0
         if lengths[best] < max(MIN_TOKENS, stored + 1):
             return None, 0
-        return self._kept[best], lengths[best]
+        return self._sequences[best], lengths[best]
 
 
 @dataclass(slots=True, eq=False)
@@ -202,8 +202,8 @@ class PrefixLease:
         if self._source is None:
             return
         source, target, n = self._source, fused.await_all(), self.held
-        for kept, fresh in zip((*source.keys, *source.values), (*target.keys, *target.values), strict=True):
-            fresh[:, :, :n] = kept[:, :, :n]
+        for cached, fresh in zip((*source.keys, *source.values), (*target.keys, *target.values), strict=True):
+            fresh[:, :, :n] = cached[:, :, :n]
         fused.known[:n] = True
         fused.prefix_tokens, fused.prefix_exact = n, self.exact_tokens
 
@@ -216,8 +216,8 @@ class PrefixLease:
         self._source = None
 
     @torch.inference_mode()
-    def keep(self, prompt: Prompt, answer: Sequence[int], buffer: KVBuffer, exact_tokens: int) -> None:
-        """Keep the keys and values of a finished request; nothing if the device has no memory for a copy.
+    def put(self, prompt: Prompt, answer: Sequence[int], buffer: KVBuffer, exact_tokens: int) -> None:
+        """Cache the keys and values of a finished request; nothing if the device has no memory for a copy.
 
         Args:
             prompt: the prompt.
@@ -235,8 +235,8 @@ class PrefixLease:
             except torch.OutOfMemoryError:
                 return
         passages = tuple((span.start, span.stop) for span in prompt.chunks)
-        kept = KeptSequence(ids, KVBuffer(buffer.keys, buffer.values), exact_tokens, self.method, passages, len(prompt))
-        self.cache.keep(kept, self.epoch)
+        held = KVBuffer(buffer.keys, buffer.values)
+        self.cache.put(CachedSequence(ids, held, exact_tokens, self.method, passages, len(prompt)), self.epoch)
 
 
 def _same_method(method: Method, other: Method) -> bool:

@@ -294,13 +294,13 @@ class Decoder:
         """Return the finished answer, and keep its keys and values, but for the last token's, for later prompts."""
         completion, reason = self.completion, self.finish_reason
         assert reason is not None
-        lease, kept = self._prefilled.lease, completion.ids[:-1]
+        lease, computed = self._prefilled.lease, completion.ids[:-1]
         if lease is not None:
             try:
                 prompt = self._prefilled.prompt
-                lease.keep(prompt, kept, self.buffer, min(self._exact_positions(), len(prompt) + len(kept)))
+                lease.put(prompt, computed, self.buffer, min(self._exact_positions(), len(prompt) + len(computed)))
             except Exception as error:  # such as memory that is used up; the answer is complete
-                LOG.warning("the answer's keys and values were not kept: %s", error)
+                LOG.warning("the answer's keys and values were not cached: %s", error)
         answer = completion.text, tuple(completion.ids), reason, self._prefilled.report, decode_s
         return Generation(*answer, self.healing_report(), self.logprobs, self.passes)
 

@@ -1,4 +1,4 @@
-"""The settings of a library, kept in its folder: the model, caches and wording that its documents were warmed with."""
+"""The settings of a library, saved in its folder: the model, caches and wording that its documents were warmed with."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class LibrarySettings:
         library = library_of(folder)
         path = library / SETTINGS_NAME
         try:
-            kept = json.loads(path.read_text())
-            wording = kept.pop("template")
+            saved = json.loads(path.read_text())
+            wording = saved.pop("template")
             known = {field.name for field in fields(cls)}
             return cls(
                 folder=library,
@@ -63,8 +63,8 @@ class LibrarySettings:
                     wording["chunk"],
                     wording.get("chat_template_kwargs", {}),  # older libraries have none
                 ),
-                bases=tuple(kept.pop("bases")),
-                **{name: value for name, value in kept.items() if name in known},
+                bases=tuple(saved.pop("bases")),
+                **{name: value for name, value in saved.items() if name in known},
             )
         except FileNotFoundError:
             return cls(folder=library)

@@ -175,12 +175,12 @@ class DeviationProbe:
         plan = RowsPlan.of(is_row.nonzero()[:, 0], lm.sliding, device=lm.device)
         rows = plan.rows
         buffer = fused.await_all()
-        kept = [stored_rows(buffer, index, rows) for index in range(layer + 1)]
+        saved = [stored_rows(buffer, index, rows) for index in range(layer + 1)]
         watch = DeviationWatch(layer, self.measure)
         hooked_pass = HookedPass(plan, watch, buffer)
         fused.runner.prefills.hidden(fused.ids[rows], plan, buffer, depth=layer + 1, hooked_pass=hooked_pass)
         fused.row_layers += hooked_pass.row_layers
-        for index, (keys, values) in enumerate(kept):
+        for index, (keys, values) in enumerate(saved):
             buffer.keys[index][:, :, rows] = keys
             buffer.values[index][:, :, rows] = values
         assert watch.distance is not None

@@ -4,8 +4,8 @@ bfloat16 halves the bytes of weights and of caches, but rounds activations, and 
 converts each number: it is measured only where the processor multiplies such numbers. Float16 weights halve the bytes
 that a decode step waits for, and leave activations and sums in float32 (`benchmarks/results/weights.md`).
 
-Caches of one dtype are misses for the other, so the choice is kept (`models.kept`): a second measurement must not
-decide otherwise. Float16 weights are float32 to a cache: what a checkpoint has in 16 bits keeps its value, but for
+Caches of one dtype are misses for the other, so the choice is cached (`models.result_cache`): a second measurement must
+not decide otherwise. Float16 weights are float32 to a cache: what a checkpoint has in 16 bits keeps its value, but for
 numbers below 6e-8.
 """
 
@@ -25,8 +25,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
-from qcfuse_rag.models.kept import KeptResult
 from qcfuse_rag.models.quantized_weights import plain_linears
+from qcfuse_rag.models.result_cache import CachedResult
 
 LOG = logging.getLogger(__name__)
 
@@ -51,14 +51,14 @@ def fastest_cpu_format() -> str:
     possible = {"bfloat16": multiplies_bfloat16(), "float16": multiplies_float16_weights()}
     if not any(possible.values()):
         return "float32"
-    result = KeptResult("dtypes", "dtype.json", processor_name(), field="processor")
-    kept = (result.read() or {}).get("dtype")
-    if kept in CHOICES and possible.get(kept, True):
-        return str(kept)
+    result = CachedResult("dtypes", "dtype.json", processor_name(), field="processor")
+    found = (result.read() or {}).get("dtype")
+    if found in CHOICES and possible.get(found, True):
+        return str(found)
     seconds = {name: answer_seconds(name) for name in CHOICES if possible.get(name, True)}
     chosen = next(name for name in seconds if name == "float32" or seconds[name] <= WORTH * seconds["float32"])
     LOG.info("%s is the fastest here: %s", chosen, seconds)
-    result.keep(dtype=chosen, seconds=seconds)
+    result.write(dtype=chosen, seconds=seconds)
     return chosen
 
 

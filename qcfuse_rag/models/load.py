@@ -39,8 +39,8 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 from qcfuse_rag.models.cpu_weights import fastest_cpu_format, pack_float16
 from qcfuse_rag.models.fingerprint import hash_weights
-from qcfuse_rag.models.kept import FileState, hash_once
 from qcfuse_rag.models.quantized_weights import quantize_weights
+from qcfuse_rag.models.result_cache import FileState, hash_once
 from qcfuse_rag.models.source import (
     QUANTIZED_FORMATS,
     check_weight_format,

@@ -198,9 +198,9 @@ class MeasuredCosts:
 
     def _measure(self, limit_s: float | None) -> Costs:
         path = costs_path(self._lm, self._store)
-        kept = None if path is None else read_costs(path)
-        if kept is not None:
-            return kept
+        saved = None if path is None else read_costs(path)
+        if saved is not None:
+            return saved
         self._costs = self._costs or measure_passes(self._lm)
         times = call_with_timeout(limit_s, partial(measure_loading, self._lm, self._store, self._transfers))
         if times is None:

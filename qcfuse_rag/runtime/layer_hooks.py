@@ -67,9 +67,9 @@ class HookedPass:
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer on the rows that are left: `[..., R, H]` to `[..., R', H]`."""
-        kept, initial_indices = self._narrow(layer)
-        if kept is not None:
-            hidden = hidden.index_select(-2, kept)
+        left, initial_indices = self._narrow(layer)
+        if left is not None:
+            hidden = hidden.index_select(-2, left)
         n_rows = len(self._initial_plan.rows)
         args = tuple(_select(value, initial_indices) if _is_per_row(value, n_rows) else value for value in args)
         for name, value in kwargs.items():
@@ -84,12 +84,12 @@ class HookedPass:
     def _narrow(self, layer: int) -> tuple[Tensor | None, Tensor]:
         """Ask the hook for a layer's rows; return their indices in the present rows (None: all) and in the first."""
         rows = self._hook.before_layer(layer, self.plan.rows, self._buffer)
-        kept = None
+        left = None
         if len(rows) != len(self.plan.rows):
-            kept = torch.searchsorted(self.plan.rows, rows)
+            left = torch.searchsorted(self.plan.rows, rows)
             self.plan = self._with_rows(rows)
         self.row_layers += len(rows)
-        return kept, torch.searchsorted(self._initial_plan.rows, rows)
+        return left, torch.searchsorted(self._initial_plan.rows, rows)
 
     @property
     def chosen(self) -> Tensor:

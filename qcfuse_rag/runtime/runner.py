@@ -116,7 +116,7 @@ class ModelRunner:
         except torch.OutOfMemoryError:
             if self.free_memory is None:
                 raise
-        LOG.warning("no memory for %d tokens on %s: kept prompts are dropped", capacity, lm.device)
+        LOG.warning("no memory for %d tokens on %s: cached prefixes are dropped", capacity, lm.device)
         self.free_memory()
         return lm.empty_buffer(capacity, pool=self.pool)
 

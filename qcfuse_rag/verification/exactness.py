@@ -23,7 +23,7 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
-from qcfuse_rag.models.kept import KeptResult
+from qcfuse_rag.models.result_cache import CachedResult
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME, chosen_backends, dense_attention_name
 from qcfuse_rag.runtime.forward import forward_step
@@ -191,12 +191,12 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def check_exact_once(lm: LanguageModel) -> ExactnessCheck:
-    """Return the kept result of a `check_exact` that has passed; without one, check and keep the result."""
-    result = KeptResult("checks", "exactness.json", _check_identity(lm))
-    if (kept := _passed_check(result.read())) is not None:
-        return kept
+    """Return the cached result of a `check_exact` that has passed; without one, check and cache the result."""
+    result = CachedResult("checks", "exactness.json", _check_identity(lm))
+    if (cached := _passed_check(result.read())) is not None:
+        return cached
     check = check_exact(lm)
-    result.keep(check=check.to_dict())
+    result.write(check=check.to_dict())
     return check
 
 
@@ -215,11 +215,11 @@ def _check_identity(lm: LanguageModel) -> dict[str, Any]:
     }
 
 
-def _passed_check(kept: dict[str, Any] | None) -> ExactnessCheck | None:
+def _passed_check(fields: dict[str, Any] | None) -> ExactnessCheck | None:
     try:
-        fields = dict((kept or {})["check"])
-        fields.pop("passed")
-        check = ExactnessCheck(**{name: float(value) for name, value in fields.items()})
+        values = dict((fields or {})["check"])
+        values.pop("passed")
+        check = ExactnessCheck(**{name: float(value) for name, value in values.items()})
     except (ValueError, TypeError, KeyError):
         return None
     return check if check.passed else None

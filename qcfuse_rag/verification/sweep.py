@@ -30,8 +30,8 @@ RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75)
 Candidate = tuple[str, Method]
 """A label for the user, such as `ratio 0.15`, and the method to try."""
 
-KEPT_BYTES = 4 << 30
-"""Most bytes of warmed passages that are kept for the next candidates; the passages beyond are prefilled again."""
+CACHED_BYTES = 4 << 30
+"""Most bytes of warmed passages that stay for the next candidates; the passages beyond are prefilled again."""
 
 COMPARED_TOKENS = 64
 """Most tokens of an answer that are compared."""
@@ -224,7 +224,7 @@ class References:
 
     def __init__(self, engine: FusionEngine, method: Method, advance: Callable[[], None]) -> None:
         self._engine, self._method, self._advance = engine, method, advance
-        self._kept_bytes = 0
+        self._cached_bytes = 0
 
     def answer(self, cases: Sequence[Case]) -> list[Reference]:
         """Answer cases of one kind, whose answers have the same length limit, by full prefill."""
@@ -272,7 +272,7 @@ class References:
     def _groups(self, references: Sequence[Reference]) -> Iterator[Sequence[Reference]]:
         tokens = max((reference.tokens for reference in references), default=1)
         prompt_bytes = tokens * self._engine.lm.kv_bytes_per_token
-        size = max(1, min(TOGETHER, KEPT_BYTES // prompt_bytes))
+        size = max(1, min(TOGETHER, CACHED_BYTES // prompt_bytes))
         return (references[start : start + size] for start in range(0, len(references), size))
 
     def _tokens(self, case: Case) -> int:
@@ -280,10 +280,10 @@ class References:
 
     def _bound_store(self, reference: Reference) -> None:
         size_bytes = 0 if reference.store is None else reference.store.stats()[0].size_bytes
-        if self._kept_bytes + size_bytes > KEPT_BYTES:
+        if self._cached_bytes + size_bytes > CACHED_BYTES:
             reference.store = None
         else:
-            self._kept_bytes += size_bytes
+            self._cached_bytes += size_bytes
 
     def _score(self, case: Case, ids: Sequence[int]) -> float:
         text = answer_text(self._engine.lm, ids)

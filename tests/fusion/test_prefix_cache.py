@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.fusion.method import IN_FULL, PrefillEstimate
-from qcfuse_rag.fusion.prefix_cache import KeptSequence, PrefixCache
+from qcfuse_rag.fusion.prefix_cache import CachedSequence, PrefixCache
 from qcfuse_rag.prompts.segments import Role, Segment
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.cost import Costs
@@ -26,12 +26,12 @@ PARAMS = SamplingParams(max_new_tokens=6)
 BYTES_PER_TOKEN = 2 * 4
 
 
-def sequence(prompt: Prompt, method: int, exact: int) -> KeptSequence:
+def sequence(prompt: Prompt, method: int, exact: int) -> CachedSequence:
     """Return a sequence whose memory says for each position whether it is exact, and else by which method it is."""
     marks = torch.tensor([0.0 if position < exact else 1.0 + method for position in range(len(prompt))])
     buffer = KVBuffer((marks[None, None, :, None].clone(),), (marks[None, None, :, None].clone(),))
     passages = tuple((span.start, span.stop) for span in prompt.chunks)
-    return KeptSequence(np.array(prompt.ids), buffer, exact, METHODS[method], passages, len(prompt))
+    return CachedSequence(np.array(prompt.ids), buffer, exact, METHODS[method], passages, len(prompt))
 
 
 @st.composite
@@ -59,13 +59,13 @@ def test_nothing_is_reused_that_the_request_would_not_have_computed(
     cache = PrefixCache(limit_tokens * BYTES_PER_TOKEN)
     for other, other_method, exact in earlier:
         exact = len(other) if METHODS[other_method].base is None else min(exact, len(other))
-        cache.keep(sequence(other, other_method, exact), 0)
+        cache.put(sequence(other, other_method, exact), 0)
         assert cache.nbytes <= cache.limit_bytes
     lease = cache.lease(prompt, METHODS[method])
     assert lease.held == cache.reusable_tokens(prompt, METHODS[method]) < len(prompt)
     if not lease.held:
         return
-    kept = next(kept for kept in cache._kept if kept.buffer is lease._source)
+    kept = next(kept for kept in cache._sequences if kept.buffer is lease._source)
     assert tuple(kept.ids[: lease.held]) == prompt.ids[: lease.held]
     marks = set(kept.buffer.keys[0][0, 0, : lease.held, 0].tolist())
     assert marks <= {0.0, 1.0 + method}, "exact, or of the same method"
@@ -88,11 +88,11 @@ def test_dropping_covered_sequences_loses_nothing(earlier: list[tuple[Prompt, in
     for other, method, exact in earlier:
         exact = len(other) if METHODS[method].base is None else min(exact, len(other))
         everything.append(sequence(other, method, exact))
-        cache.keep(everything[-1], 0)
+        cache.put(everything[-1], 0)
     ids = np.array(prompt.ids[:-1])
     for method in METHODS:
         best = max((kept.reusable_tokens(prompt, ids, method) for kept in everything), default=0)
-        assert max((kept.reusable_tokens(prompt, ids, method) for kept in cache._kept), default=0) == best
+        assert max((kept.reusable_tokens(prompt, ids, method) for kept in cache._sequences), default=0) == best
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_cancelled_answers_are_kept_as_far_as_they_came(keeping: FusionEngine) -
     cancel.set()
     generation = stream.result()
     assert generation.finish_reason == "cancelled"
-    (kept,) = keeping.prefixes._kept
+    (kept,) = keeping.prefixes._sequences
     assert len(kept) == len(prompt) + len(generation.ids) - 1
 
 
@@ -217,7 +217,7 @@ def test_memory_stays_under_the_limit_and_is_not_lost(llama: LanguageModel) -> N
     assert engine.runner.pool.spare_bytes < 40 * limit
 
 
-def test_kept_prompts_make_room_for_a_request_that_finds_no_memory(
+def test_cached_prompts_make_room_for_a_request_that_finds_no_memory(
     keeping: FusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU they would otherwise fail a request that had memory without them."""
@@ -240,7 +240,7 @@ def test_kept_prompts_make_room_for_a_request_that_finds_no_memory(
         keeping.generate(question, PARAMS, method=FULL_PREFILL)
 
 
-def test_an_answer_whose_keys_cannot_be_copied_is_not_kept(
+def test_an_answer_whose_keys_cannot_be_copied_is_not_cached(
     keeping: FusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ def test_an_answer_whose_keys_cannot_be_copied_is_not_kept(
     lease = keeping.prefixes.lease(keeping.prompt(QUESTION), FULL_PREFILL)
     buffer = keeping.runner.allocate(4096)
     monkeypatch.setattr(torch.Tensor, "clone", no_memory)
-    lease.keep(keeping.prompt(QUESTION), [], buffer, 0)
+    lease.put(keeping.prompt(QUESTION), [], buffer, 0)
     monkeypatch.undo()
     assert len(keeping.prefixes) == 0
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
-from qcfuse_rag.models import cpu_weights, kept
+from qcfuse_rag.models import cpu_weights, result_cache
 from qcfuse_rag.models.cpu_weights import (
     SWITCH,
     WORTH,
@@ -37,9 +37,9 @@ with_products = pytest.mark.skipif(not multiplies_float16_weights(), reason="thi
 
 @pytest.fixture(autouse=True)
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of kept choices, which is this test's own."""
+    """Return the folder of cached choices, which is this test's own."""
     monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr(kept, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    monkeypatch.setattr(result_cache, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
     return tmp_path / "assets" / "qcfuse-rag" / "dtypes"
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qcfuse_rag.errors import ModelNotFound
-from qcfuse_rag.models import kept, load
+from qcfuse_rag.models import load, result_cache
 from qcfuse_rag.models import load as conversions
 from qcfuse_rag.models.load import SOURCE_FILE, SWITCH, cached_gguf_header, load_model
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -28,10 +28,10 @@ OWN = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map
 
 @pytest.fixture(autouse=True)
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of conversions, which is this test's own, as are kept hashes; files settle at once."""
-    for module in (conversions, kept):
+    """Return the folder of conversions, which is this test's own, as are cached hashes; files settle at once."""
+    for module in (conversions, result_cache):
         monkeypatch.setattr(module, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
-    monkeypatch.setattr(kept, "SETTLED_S", 0.0)
+    monkeypatch.setattr(result_cache, "SETTLED_S", 0.0)
     return tmp_path / "assets" / "qcfuse-rag" / "gguf"
 
 

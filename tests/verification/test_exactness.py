@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 import qcfuse_rag
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.models import kept
+from qcfuse_rag.models import result_cache
 from qcfuse_rag.verification import exactness
 from qcfuse_rag.verification.exactness import check_exact_once
 from tests.support.families import build_model
@@ -24,8 +24,8 @@ from tests.support.families import build_model
 
 @pytest.fixture(autouse=True)
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of kept checks, which is this test's own."""
-    monkeypatch.setattr(kept, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    """Return the folder of cached checks, which is this test's own."""
+    monkeypatch.setattr(result_cache, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
     return tmp_path / "assets" / "qcfuse-rag" / "checks"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qcfuse_rag.methods.captures.slots import Slot, context_of, fact, kendall_distance, kept_share
+from qcfuse_rag.methods.captures.slots import Slot, context_of, fact, kendall_distance, shared_attention
 from qcfuse_rag.runtime.reference_attention import attention_scores
 from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.chunk import ChunkKV
@@ -88,7 +88,7 @@ def prefix_overlap(then: Sequence[str], masses: Sequence[float], now: Sequence[s
     """
     if len(masses) != len(then) or not then:
         return 0.0
-    return kept_share(then, masses, now) * (1 - kendall_distance(then, now))
+    return shared_attention(then, masses, now) * (1 - kendall_distance(then, now))
 
 
 def context_impact(chunk: ChunkKV) -> float:

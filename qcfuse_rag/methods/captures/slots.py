@@ -163,10 +163,10 @@ def attention_mass(slot: Slot) -> tuple[float, ...]:
 
 def context_overlap(slot: Slot, now: Context) -> float:
     """Return the share of a slot's context, by attention, that `now` contains too; 1 for an empty context."""
-    return kept_share(slot.context, attention_mass(slot), now)
+    return shared_attention(slot.context, attention_mass(slot), now)
 
 
-def kept_share(then: Sequence[str], masses: Sequence[float], now: Sequence[str]) -> float:
+def shared_attention(then: Sequence[str], masses: Sequence[float], now: Sequence[str]) -> float:
     """Return the share of the attention to the chunks of `then` that went to chunks in `now`; 1 if there was none."""
     total = sum(masses)
     return sum(mass for chunk, mass in zip(then, masses, strict=True) if chunk in now) / total if total > 0 else 1.0

@@ -148,8 +148,8 @@ def _save_query(
     params: AttentionParams,
 ) -> None:
     if layer not in snapshots:
-        kept = _shared_memory(memory, "query", query.transpose(1, 2)).transpose(1, 2)
-        snapshots[layer] = QuerySnapshot(kept, params)
+        copy = _shared_memory(memory, "query", query.transpose(1, 2)).transpose(1, 2)
+        snapshots[layer] = QuerySnapshot(copy, params)
     snapshots[layer].query.copy_(query)
 
 

@@ -75,7 +75,7 @@ class StoreSettings:
 
 
 def resolve_settings(files: StoreFiles, given: dict[str, Any], cipher: StoreCipher | None) -> StoreSettings:
-    """Return a store's settings: those given, else those kept with it, else the defaults; then keep them.
+    """Return a store's settings: those given, else those saved with it, else the defaults; then save them.
 
     Raises:
         StoreError: if the settings cannot be read, or the store is encrypted under another secret, or encrypted and
@@ -83,23 +83,23 @@ def resolve_settings(files: StoreFiles, given: dict[str, Any], cipher: StoreCiph
         ValueError: if there is no such format or policy.
     """
     path = files.folder / "store.json"
-    kept = read_settings(files.folder)
-    _check_secret(files, kept, cipher)
-    base = kept or StoreSettings(secret=None if cipher is None else cipher.proof)
+    saved = read_settings(files.folder)
+    _check_secret(files, saved, cipher)
+    base = saved or StoreSettings(secret=None if cipher is None else cipher.proof)
     settings = replace(base, **{name: value for name, value in given.items() if value is not None})
-    if settings != kept:
-        fields_kept = {name: value for name, value in asdict(settings).items() if name != "remote" or value}
-        fields_kept["numbers"] = fields_kept.pop("kv_dtype")  # its name in the file
+    if settings != saved:
+        written = {name: value for name, value in asdict(settings).items() if name != "remote" or value}
+        written["numbers"] = written.pop("kv_dtype")  # its name in the file
         with suppress(OSError):  # a full or read-only disk is reported elsewhere
-            files.write_json(path, fields_kept)
+            files.write_json(path, written)
     return settings
 
 
-def _check_secret(files: StoreFiles, kept: StoreSettings | None, cipher: StoreCipher | None) -> None:
+def _check_secret(files: StoreFiles, saved: StoreSettings | None, cipher: StoreCipher | None) -> None:
     """Check the secret against the settings or, if there are none, against the entries; see `resolve_settings`."""
     proof, folder = (None if cipher is None else cipher.proof), files.folder
-    found = _secrets_of_entries(files, cipher) if kept is None else {kept.secret}
-    what = f"entries of the store in {folder} are" if kept is None else f"the store in {folder} is"
+    found = _secrets_of_entries(files, cipher) if saved is None else {saved.secret}
+    what = f"entries of the store in {folder} are" if saved is None else f"the store in {folder} is"
     if proof is None and found - {None}:
         raise StoreError(f"{what} encrypted and no secret was given; {SECRET_FIX}")
     if proof is None or proof in found or not found:
@@ -129,16 +129,16 @@ def _secrets_of_entries(files: StoreFiles, cipher: StoreCipher | None) -> set[st
 
 
 def read_settings(folder: Path) -> StoreSettings | None:
-    """Return the settings kept with a store, or None if there is no store.
+    """Return the settings saved with a store, or None if there is no store.
 
     Raises:
         StoreError: if the settings cannot be read.
     """
     path = folder / "store.json"
     try:
-        kept = json.loads(path.read_text())
-        known = {field.name for field in fields(StoreSettings)} & set(kept)
-        return StoreSettings(**{name: kept[name] for name in known}, kv_dtype=kept.get("numbers", LOSSLESS))
+        saved = json.loads(path.read_text())
+        known = {field.name for field in fields(StoreSettings)} & set(saved)
+        return StoreSettings(**{name: saved[name] for name in known}, kv_dtype=saved.get("numbers", LOSSLESS))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -168,7 +168,7 @@ class DiskStore(KVStore):
     Attributes:
         files: names, writes and removes the files.
         quota: reserves bytes and evicts; None if the store cannot be written.
-        settings: those kept in the folder.
+        settings: those saved in the folder.
         notes: what was wrong and has been repaired.
 
     Raises:

@@ -126,7 +126,7 @@ LAST_TABLE = "located"
 COLUMNS_ADDED = (("chunks", "passage TEXT"), ("unwanted", "by_origin INTEGER DEFAULT 0"), ("derived", "passage TEXT"))
 """Columns that manifests of earlier versions lack."""
 
-KEPT_ROWS = 100_000
+JOURNAL_ROWS = 100_000
 """Most rows of `gone`, for processes that hold chunks in memory, and of `lost`, for running jobs."""
 
 FILE_NAME = "sources.db"
@@ -418,7 +418,7 @@ class Garbage:
                 # marked.
                 if discarded or gone:
                     database.execute("INSERT INTO gone (address) VALUES (?)", (address,))
-                    database.execute("DELETE FROM gone WHERE number <= last_insert_rowid() - ?", (KEPT_ROWS,))
+                    database.execute("DELETE FROM gone WHERE number <= last_insert_rowid() - ?", (JOURNAL_ROWS,))
                 if wanted or gone:
                     database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
                 if gone:
@@ -481,7 +481,7 @@ def mark_derived_from_lost(database: sqlite3.Connection, passages: Iterable[str]
     rows = [(passage,) for passage in passages]
     database.executemany(MARK_DERIVED_IF_ORIGIN_LOST, rows)
     database.executemany(RECORD_IF_LOST, rows)
-    database.execute("DELETE FROM lost WHERE number <= (SELECT max(number) FROM lost) - ?", (KEPT_ROWS,))
+    database.execute("DELETE FROM lost WHERE number <= (SELECT max(number) FROM lost) - ?", (JOURNAL_ROWS,))
 
 
 Row = tuple[str, str, str, str]

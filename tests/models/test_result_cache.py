@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel
-from qcfuse_rag.models import kept, load
+from qcfuse_rag.models import load, result_cache
 from qcfuse_rag.models.fingerprint import hash_weights
-from qcfuse_rag.models.kept import FileState, hash_once
+from qcfuse_rag.models.result_cache import FileState, hash_once
 from qcfuse_rag.models.source import snapshot_folder
 from tests.support.families import build_model
 
@@ -25,9 +25,9 @@ HASHES = ("0" * 32, "1" * 32)
 
 @pytest.fixture(autouse=True)
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of kept hashes, which is this test's own; files count as settled at once."""
-    monkeypatch.setattr(kept, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
-    monkeypatch.setattr(kept, "SETTLED_S", 0.0)
+    """Return the folder of cached hashes, which is this test's own; files count as settled at once."""
+    monkeypatch.setattr(result_cache, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    monkeypatch.setattr(result_cache, "SETTLED_S", 0.0)
     return tmp_path / "assets" / "qcfuse-rag" / "hashes"
 
 
@@ -113,7 +113,7 @@ def test_a_wrapped_model_is_always_hashed(folder: Path, hashed: list[str], token
 def test_a_file_that_was_just_changed_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "weights"
     file.write_bytes(b"1")
-    monkeypatch.setattr(kept, "SETTLED_S", 60.0)
+    monkeypatch.setattr(result_cache, "SETTLED_S", 60.0)
     state = FileState.read(file)
     assert [hash_once(state, {}, lambda value=value: value) for value in HASHES] == list(HASHES)  # type: ignore[misc]
 

@@ -1,10 +1,10 @@
-"""Keep results of slow work, such as hashes of large files, so that later processes on this machine do not repeat it.
+"""Cache results of slow work, such as hashes of large files, so that later processes on this machine do not repeat it.
 
 A result is a small JSON file in `qcfuse-rag` among the assets of huggingface_hub (`HF_ASSETS_CACHE`, by default
 `~/.cache/huggingface/assets`), which may be deleted at any time. A result that cannot be read is missing. A result that
 cannot be written is computed again by the next process.
 
-A hash is kept for the state of the files: path, size, inode, and the times of the last change of content and of
+A hash is cached for the state of the files: path, size, inode, and the times of the last change of content and of
 anything (`st_ctime_ns`, which programs cannot set on Linux and macOS). A change that leaves all of these is not
 noticed: bits that a disk loses, a clock that was set back, and on Windows, which has no such second time, a program
 that sets the first one back. Delete the folder `hashes` then.
@@ -34,7 +34,7 @@ HASH = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
-class KeptResult:
+class CachedResult:
     """The place of a result: its kind's folder, its file, and all that it depends on, ready for JSON.
 
     `field` is the name of the identity in the file.
@@ -46,19 +46,19 @@ class KeptResult:
     field: str = "identity"
 
     def read(self) -> dict[str, Any] | None:
-        """Return the kept fields; None if there is no readable file of this identity."""
+        """Return its fields; None if there is no readable file of this identity."""
         try:
-            kept = json.loads(self._path().read_text("utf-8"))
+            fields = json.loads(self._path().read_text("utf-8"))
         except (OSError, ValueError, RecursionError):
             return None
-        return kept if isinstance(kept, dict) and kept.get(self.field) == self.identity else None
+        return fields if isinstance(fields, dict) and fields.get(self.field) == self.identity else None
 
-    def keep(self, **fields: Any) -> None:
+    def write(self, **fields: Any) -> None:
         """Write the fields of a result, ready for JSON."""
         try:
             write_atomically(self._path(), json.dumps({self.field: self.identity, **fields}), sync=False)
         except (OSError, ValueError) as error:  # huggingface_hub raises ValueError for a file in the folder's place
-            LOG.info("%s is not kept: %s", self.file_name, error)
+            LOG.info("%s is not cached: %s", self.file_name, error)
 
     def _path(self) -> Path:
         text = self.identity if isinstance(self.identity, str) else json.dumps(self.identity, sort_keys=True)
@@ -99,17 +99,17 @@ class FileState:
 
 
 def hash_once(state: FileState | None, settings: dict[str, str], compute: Callable[[], str]) -> str:
-    """Return the kept hash of files, 32 hexadecimal digits; without one, compute the hash and keep it.
+    """Return the cached hash of files, 32 hexadecimal digits; without one, compute and cache it.
 
-    The state is that before any file was read; None keeps nothing. `settings` are all else that the hash depends on.
+    The state is that before any file was read; None caches nothing. `settings` are all else that the hash depends on.
     """
     if state is None or not state.settled or not state.is_current():
         return compute()
-    result = KeptResult("hashes", "hash.json", {"files": [list(file) for file in state.files], **settings})
-    kept = (result.read() or {}).get("hash")
-    if isinstance(kept, str) and HASH.fullmatch(kept):
-        return kept
+    result = CachedResult("hashes", "hash.json", {"files": [list(file) for file in state.files], **settings})
+    value = (result.read() or {}).get("hash")
+    if isinstance(value, str) and HASH.fullmatch(value):
+        return value
     value = compute()
     if state.is_current():
-        result.keep(hash=value)
+        result.write(hash=value)
     return value
