@@ -31,6 +31,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.documents import index_passages, vanished_files
 from qcfuse_rag.library.embedder import Embedder
+from qcfuse_rag.library.files import Unread, add_unread
 from qcfuse_rag.library.folder import (
     KV_FOLDER,
     existing_store_folder,
@@ -42,7 +43,7 @@ from qcfuse_rag.library.folder import (
 )
 from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, RetrievalLog, embedder_source
 from qcfuse_rag.library.jobs import JobRecord, job_lock
-from qcfuse_rag.library.readers import FILES, PassagesBySource, check_paths, read_passages, skipped_files
+from qcfuse_rag.library.readers import FILES, NO_TEXT, PassagesBySource, check_paths, read_passages
 from qcfuse_rag.library.settings import LibrarySettings, model_name
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.server.protocol.chat_request import ToolSpec
@@ -53,7 +54,7 @@ from qcfuse_rag.store.quantization import check_kv_dtype
 
 CONFIG_NAMES = (*WORDING, "base")  # the fields of `EngineConfig` that the record of a job keeps
 EMBEDDING_BATCH = 256  # passages to embed together on this machine, at least
-MAX_PRINTED_REASONS = 20  # maximum number of lines printed for input that was not read
+MAX_PRINTED_REASONS, MAX_PRINTED_PATHS = 20, 10  # maximum lines printed for what is left out, and paths in one of them
 
 
 def plan_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, *, as_json: bool) -> None:
@@ -72,7 +73,7 @@ def plan_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, *, 
     with opened as store:
         store.kv_dtype = corpus.kv_dtype or store.kv_dtype  # changes this open view only, not the settings on disk
         engine = open_engine(store, config, settings, method=choose_method(base=config.base))
-        unread: list[str] = []
+        unread: Unread = {}
         passages = _read(engine, library, corpus, unread)
         _require_passages(passages, corpus)
         pairs = [(source, text) for source, texts in passages.items() for text in texts]
@@ -164,7 +165,7 @@ def _warm(
     with opened as store:
         engine = open_engine(store, config, settings, method=choose_method(base=config.base))
         workers = _ray_workers(engine, library, config, corpus, job)
-        unread: list[str] = []
+        unread: Unread = {}
         passages = _read(engine, library, corpus, unread, workers)
         folder = index_folder(library, store)
         embedder = None if job.embedder is None else model_name(job.embedder)
@@ -218,18 +219,20 @@ def _check_paths(corpus: CorpusOptions, library: Path, *, allow_empty: bool = Fa
 
 
 def _read(
-    engine: FusionEngine, library: Path, corpus: CorpusOptions, unread: list[str], workers: RayWorkers | None = None
+    engine: FusionEngine, library: Path, corpus: CorpusOptions, unread: Unread, workers: RayWorkers | None = None
 ) -> PassagesBySource:
     """Read and split the documents of a job, without the library's own folders, which may be among them."""
     own = own_folders(library)
     with progress_bar("reading documents", "files") as advance:
         read = partial(read_passages, tokenizer=engine.lm.tokenizer, reader=corpus.reader)
-        if corpus.reader == FILES:
-            unread.extend(skipped_files(corpus.paths, own))
-            if workers is not None:
-                read = partial(read_on_ray, workers)
+        if corpus.reader == FILES and workers is not None:
+            read = partial(read_on_ray, workers)
         passages = read(corpus.paths, max_tokens=corpus.max_tokens, skip=own, progress=advance, unread=unread)
-    unread.extend(f"{source} has no text" for source, texts in passages.items() if not texts)
+    for source in (source for source, texts in passages.items() if not texts):
+        if Path(source).is_absolute():
+            add_unread(unread, corpus.paths, NO_TEXT, Path(source))
+        else:
+            unread.setdefault(NO_TEXT, []).append(source)
     return passages
 
 
@@ -302,13 +305,19 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
     _print_left_out(summary["failed"], summary["unread"])
 
 
-def _print_left_out(failed: Sequence[tuple[str, str]], unread: Sequence[str]) -> None:
+def _print_left_out(failed: Sequence[tuple[str, str]], unread: Unread) -> None:
     not_stored = [f"a passage of {source}: {reason}" for source, reason in failed]
-    for label, reasons in (("not stored:", not_stored), ("passed over:", unread)):
+    passed_over = [f"{reason}: {_list(paths)}" for reason, paths in unread.items()]
+    for label, reasons in (("not stored:", not_stored), ("passed over:", passed_over)):
         for reason in reasons[:MAX_PRINTED_REASONS]:
             print_note(label, reason)
         if len(reasons) > MAX_PRINTED_REASONS:
             print_note(f"and {len(reasons) - MAX_PRINTED_REASONS:,} more:", "--json lists all")
+
+
+def _list(paths: Sequence[str]) -> str:
+    more = len(paths) - MAX_PRINTED_PATHS
+    return ", ".join(paths[:MAX_PRINTED_PATHS]) + (f" and {more:,} more (--json lists all)" if more > 0 else "")
 
 
 def _count_with_text(documents: Mapping[str, Sequence[str]]) -> int:

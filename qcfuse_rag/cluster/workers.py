@@ -24,7 +24,8 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.batches import BatchResult, store_batch, system_prefix
 from qcfuse_rag.ingestion.prefill import Batch, Ids, PrefillTarget
 from qcfuse_rag.library.embedder import Embedder
-from qcfuse_rag.library.readers import PassagesBySource, find_files, read_passages
+from qcfuse_rag.library.files import Unread, find_files, real_path
+from qcfuse_rag.library.readers import PassagesBySource, TextSplitting, collect_passages, try_file
 from qcfuse_rag.methods import find_base
 from qcfuse_rag.models.load import load_tokenizer
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -200,20 +201,15 @@ FILES_AT_ONCE, TEXTS_AT_ONCE = 8, 64
 
 
 class ReadWorker:
-    """Read files and split them into passages, measured by a model's tokenizer."""
+    """Read files and split them into passages, measured by a model's tokenizer; those named are read at any size."""
 
-    def __init__(self, model: str, max_tokens: int) -> None:
-        self._tokenizer, self._max_tokens = load_tokenizer(model), max_tokens
+    def __init__(self, model: str, max_tokens: int, named: frozenset[str]) -> None:
+        self._splitting, self._named = TextSplitting(load_tokenizer(model), max_tokens), named
 
     def __call__(self, rows: Columns) -> Columns:
-        """Return the passages of each file, or the reason why it cannot be read, as JSON."""
-        return {"number": rows["number"], "result": np.array([self._read(Path(file)) for file in rows["file"]])}
-
-    def _read(self, file: Path) -> str:
-        try:
-            return json.dumps({"passages": read_passages([file], self._tokenizer, max_tokens=self._max_tokens)})
-        except QCFuseError as error:
-            return json.dumps({"unread": str(error)})
+        """Return the passages of each file, or the reason why it is not read, as JSON."""
+        results = [try_file(Path(file), self._splitting, named=file in self._named) for file in rows["file"]]
+        return {"number": rows["number"], "result": np.array([json.dumps(result) for result in results])}
 
 
 class EmbedWorker:
@@ -234,24 +230,17 @@ def read_on_ray(
     max_tokens: int,
     skip: Sequence[Path] = (),
     progress: Callable[[int, int], None] | None = None,
-    unread: list[str] | None = None,
+    unread: Unread | None = None,
 ) -> PassagesBySource:
     """Read passages like `library.readers.read_passages`; workers read the files at the same paths."""
-    all_paths = list(paths)
-    files = [str(file.resolve()) for file in find_files(all_paths, skip)]
-    named = {str(path.resolve()) for path in all_paths}
-    arguments = (workers.model or default_model(), max_tokens)
-    results = _ordered(workers, "file", files, ReadWorker, arguments, batch_size=FILES_AT_ONCE, progress=progress)
-    passages: PassagesBySource = {}
-    for file, text in zip(files, results, strict=True):
-        read = json.loads(text)
-        if "unread" in read:
-            if unread is None or file in named:
-                raise QCFuseError(read["unread"])
-            unread.append(read["unread"])
-        for source, texts in read.get("passages", {}).items():
-            passages.setdefault(source, []).extend(texts)
-    return passages
+    named = list(paths)
+    files = [real_path(file) for file in find_files(named, skip, unread)]
+    named = [real_path(path) if path.is_file() else path for path in named]
+    arguments = (workers.model or default_model(), max_tokens, frozenset(map(str, named)))
+    results = _ordered(
+        workers, "file", list(map(str, files)), ReadWorker, arguments, batch_size=FILES_AT_ONCE, progress=progress
+    )
+    return collect_passages(zip(files, map(json.loads, results), strict=True), named, unread)
 
 
 def embed_on_ray(workers: RayWorkers, name: str, texts: Sequence[str]) -> NDArray[np.float32]:

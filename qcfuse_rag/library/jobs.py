@@ -137,7 +137,11 @@ class JobRecord:
         before = self.to_dict()
         self.arguments["paths"] = [path for path in self.arguments.get("paths", []) if not _names(path, source)]
         if self.summary is not None:
-            self.summary["unread"] = [reason for reason in self.summary.get("unread", []) if source not in reason]
+            unread = self.summary.get("unread") or {}
+            kept = {
+                reason: [p for p in paths if not f"/{source}".endswith(f"/{p}")] for reason, paths in unread.items()
+            }
+            self.summary["unread"] = {reason: paths for reason, paths in kept.items() if paths}
         if self.error is not None and source in self.error:
             self.error = None
         if self.to_dict() != before:

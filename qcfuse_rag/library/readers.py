@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.library.files import Unread, add_unread, find_files, real_path, unreadable
+from qcfuse_rag.library.plain_text import UnreadableFile, decode_text, is_unicode_text
 
 MARKDOWN_ENDINGS = {".md", ".markdown"}
 JSON_LINES = {".jsonl", ".ndjson"}
-KNOWN_ENDINGS = {".txt", ".text", ".rst"} | MARKDOWN_ENDINGS | JSON_LINES
+MOST_TEXT_BYTES = 16 << 20
+"""Largest text file that is read from a folder, about 4 million tokens; one that is named is read whatever its size."""
+
+NO_TEXT = "without text"
 READERS_GROUP = "qcfuse_rag.readers"
 FILES = "files"
 
@@ -42,20 +46,20 @@ def read_passages(
     max_tokens: int,
     skip: Sequence[Path] = (),
     progress: Callable[[int, int], None] | None = None,
-    unread: list[str] | None = None,
+    unread: Unread | None = None,
 ) -> PassagesBySource:
     """Read passages from files or from an index.
 
     Args:
-        paths: text files (also text extracted from PDF), files of JSON lines, and folders of them; or the input of
-            another reader.
+        paths: text files, files of JSON lines, and folders of them; or the input of another reader.
         tokenizer: measures passages.
         reader: `files`, or the name of an entry point in the group `qcfuse_rag.readers`: a function that takes a path
             and yields `(source, passage)`. The integrations provide `llama-index` and `langchain`.
         max_tokens: most tokens of a passage; passages of other readers are not split.
         skip: folders whose files are read only if they are named; see `find_files`.
         progress: called with files `(done, total)`.
-        unread: receives the reason for each file of a folder that cannot be read; None raises the first one.
+        unread: receives what is not read in folders, and what has no text; None raises the first file that cannot be
+            read.
 
     Raises:
         QCFuseError: if a path cannot be read.
@@ -68,18 +72,37 @@ def read_passages(
             for source, text in read(path):
                 passages.setdefault(source, []).append(text)
         return passages
+    files = find_files(named, skip, unread)
     splitting = TextSplitting(tokenizer, max_tokens)
-    files = list(find_files(named, skip))
-    for done, file in enumerate(files, start=1):
-        try:
-            for source, texts in _read_file(file, splitting).items():
-                passages.setdefault(source, []).extend(texts)
-        except QCFuseError as error:
-            if unread is None or file in named:
-                raise
-            unread.append(str(error))
+    read_files: list[PassagesBySource | str] = []
+    for file in files:
+        read_files.append(try_file(file, splitting, named=file in named))
         if progress is not None:
-            progress(done, len(files))
+            progress(len(read_files), len(files))
+    return collect_passages(zip(files, read_files, strict=True), named, unread)
+
+
+def try_file(path: Path, splitting: TextSplitting, *, named: bool) -> PassagesBySource | str:
+    """Return the passages of a file by their source, or the reason why it is not read."""
+    try:
+        return _read_file(path, splitting, None if named else MOST_TEXT_BYTES)
+    except UnreadableFile as error:
+        return str(error)
+
+
+def collect_passages(
+    results: Iterable[tuple[Path, PassagesBySource | str]], named: Sequence[Path], unread: Unread | None
+) -> PassagesBySource:
+    """Return the passages of all files; see `read_passages` for `unread`, and `try_file` for what was read of each."""
+    passages: PassagesBySource = {}
+    for path, result in results:
+        if not isinstance(result, str):
+            for source, texts in result.items():
+                passages.setdefault(source, []).extend(texts)
+        elif unread is None or path in named:
+            raise QCFuseError(f"cannot read {path}: {result}")
+        else:
+            add_unread(unread, named, result, path)
     return passages
 
 
@@ -94,60 +117,8 @@ def check_paths(paths: Iterable[Path], reader: str, skip: Sequence[Path], *, if_
         return
     _import_splitters()
     for path in paths:
-        if not any(True for _ in find_files([path], skip)) and if_empty is not None:
-            raise QCFuseError(f"there are no text files in {path}{if_empty}")
-
-
-def find_files(paths: Iterable[Path], skip: Sequence[Path] = ()) -> Iterator[Path]:
-    """Yield the readable files among paths and in folders, in order and each once.
-
-    Links in a folder are followed to files in the given folders only, since a link can point anywhere. Files of a
-    folder that are in one of the folders `skip` are left out, such as the passages of a library among its documents.
-
-    Raises:
-        QCFuseError: if a path does not exist, or is a file of another type.
-    """
-    named = list(paths)
-    seen, resolved, skipped = set[Path](), [path.resolve() for path in named], [path.resolve() for path in skip]
-    for path in named:
-        if path.is_dir():
-            readable = (p for p in path.rglob("*") if p.suffix.lower() in KNOWN_ENDINGS and p.is_file())
-            files = sorted(p for p in readable if _is_inside(p, resolved, skipped))
-        elif not path.exists():
-            raise QCFuseError(f"there is no file or folder at {path}")
-        elif path.suffix.lower() not in KNOWN_ENDINGS:
-            raise QCFuseError(f"{path} is not a text file ({', '.join(sorted(KNOWN_ENDINGS))}); convert it first")
-        else:
-            files = [path]
-        for file in files:
-            if file.resolve() not in seen:  # the same file by another name or link
-                seen.add(file.resolve())
-                yield file
-
-
-def skipped_files(paths: Iterable[Path], skip: Sequence[Path] = ()) -> Iterator[str]:
-    """Yield messages on what `find_files` skips in folders, other than hidden files."""
-    named = list(paths)
-    resolved, skipped = [path.resolve() for path in named], [path.resolve() for path in skip]
-    for folder in filter(Path.is_dir, named):
-        endings = Counter[str]()
-        for path in sorted(folder.rglob("*")):
-            if skipped and _is_inside(path, skipped):
-                continue
-            ending = path.suffix.lower()
-            outside_file = ending in KNOWN_ENDINGS and path.is_file() and not _is_inside(path, resolved)
-            if outside_file:
-                yield _printable(f"{path} links to a file elsewhere, which is not read; name that file as well")
-            if outside_file or any(part.startswith(".") for part in path.relative_to(folder).parts):
-                continue
-            if path.is_symlink() and path.is_dir():
-                if not _is_inside(path, resolved):
-                    yield _printable(f"{path} links to a folder, which is not followed; name that folder as well")
-            elif path.is_file() and ending not in KNOWN_ENDINGS:
-                endings[ending or "without ending"] += 1
-        if endings:
-            kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common())
-            yield _printable(f"{folder} has files that are not text ({kinds}); convert them first")
+        if not find_files([path], skip) and if_empty is not None:
+            raise QCFuseError(f"there are no files to read in {path}{if_empty}")
 
 
 def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
@@ -218,26 +189,24 @@ def _import_splitters() -> tuple[Any, Any]:
     return TextSplitter, MarkdownSplitter
 
 
-def _is_inside(path: Path, resolved: Iterable[Path], skipped: Iterable[Path] = ()) -> bool:
-    """Return whether a path, with its links followed, is in what is given, and not in what is skipped."""
-    target = path.resolve()
-    return any(map(target.is_relative_to, resolved)) and not any(map(target.is_relative_to, skipped))
-
-
-def _read_file(path: Path, splitting: TextSplitting) -> Mapping[str, list[str]]:
+def _read_file(path: Path, splitting: TextSplitting, most_bytes: int | None) -> PassagesBySource:
+    """Return the passages of a file by their source; of text with more than `most_bytes`, the file is not read."""
+    name = str(real_path(path))
+    if not is_unicode_text(name):
+        raise UnreadableFile("named in bytes that are not UTF-8; rename them")
+    lines = path.suffix.lower() in JSON_LINES
     try:
-        text = path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise QCFuseError(f"cannot read {path}: {error}") from error
-    name = str(path.resolve())
-    if not _is_unicode(name):
-        raise QCFuseError(f"the name of {name.encode(errors='surrogateescape')!r} is not UTF-8; rename it")
-    if path.suffix.lower() in JSON_LINES:
-        return _read_lines(path, text, name, splitting)
+        if most_bytes is not None and not lines and path.stat().st_size > most_bytes:
+            raise UnreadableFile(f"larger than {most_bytes >> 20} MB; name the file to read it")
+        text = decode_text(path.read_bytes())
+    except OSError as error:
+        raise UnreadableFile(unreadable(error)) from error
+    if lines:
+        return _read_lines(text, name, splitting)
     return {name: splitting.split(text, markdown=is_markdown(name))}
 
 
-def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> PassagesBySource:
+def _read_lines(text: str, name: str, splitting: TextSplitting) -> PassagesBySource:
     """Read one passage from each line: `{"text": ..., "source": ...}`; the default source is the file."""
     passages: PassagesBySource = {}
     # Only a line feed ends a line: `splitlines` also cuts at characters inside JSON strings.
@@ -248,26 +217,13 @@ def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> P
             data = json.loads(line)
             passage, source = data["text"], data.get("source", name)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise QCFuseError(f"{path}, line {number}: not a JSON object with a `text` ({error})") from error
+            raise UnreadableFile(f"line {number}: not a JSON object with a `text` ({error})") from error
         if not isinstance(passage, str) or not isinstance(source, str):
-            raise QCFuseError(f"{path}, line {number}: `text` and `source` must be strings")
-        if not _is_unicode(passage + source):
-            raise QCFuseError(f"{path}, line {number}: a \\u escape is a lone surrogate, which is not valid Unicode")
+            raise UnreadableFile(f"line {number}: `text` and `source` must be strings")
+        if not is_unicode_text(passage + source):
+            raise UnreadableFile(f"line {number}: a \\u escape is NUL or a lone surrogate, which is not text")
         passages.setdefault(source, []).extend(splitting.split(passage, markdown=False))
     return passages
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a text has no lone surrogates, from undecodable bytes or escapes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _printable(text: str) -> str:
-    return text.encode(errors="replace").decode()
 
 
 def _split_long_lines(text: str) -> Iterator[str]:

@@ -81,7 +81,7 @@ def test_no_name_or_hash_stays_in_a_library_after_forget(run: Run, folder: Path,
     log.note([text, "boats"])
     log.note([text])
     record = JobRecord(library, {"paths": [f"/home/{name}", "/home/boats"]}, error=f"cannot read {name}")
-    record.finish("failed", summary={"unread": [f"/home/{name}: no text", "boats: no text"]})
+    record.finish("failed", summary={"unread": {"without text": [name, "boats"], "not text": [name]}})
     (library / "link").symlink_to(folder)
     named = {"library": library, "store": folder, "link": library / "link"}[named_by]
     assert run.json("store", "forget", "--store", named, name)["passages"] == 1
@@ -91,7 +91,7 @@ def test_no_name_or_hash_stays_in_a_library_after_forget(run: Run, folder: Path,
     assert [(path.name, trace) for path in files for trace in traces if trace in path.read_bytes()] == []
     assert log.counts(["boats"]) == [1.0]
     kept = JobRecord.load(library)
-    assert (kept.arguments["paths"], kept.summary) == (["/home/boats"], {"unread": ["boats: no text"]})
+    assert (kept.arguments["paths"], kept.summary) == (["/home/boats"], {"unread": {"without text": ["boats"]}})
 
 
 def test_forget_takes_what_nobody_else_has(run: Run, folder: Path) -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore
+from qcfuse_rag.library.files import HIDDEN, LOOPS
 from qcfuse_rag.library.folder import KV_FOLDER
 from qcfuse_rag.library.index import PassageIndex
 from qcfuse_rag.library.jobs import RECORD_NAME, job_lock
+from qcfuse_rag.library.readers import NO_TEXT
 from qcfuse_rag.methods.captures.slots import context_of
 from tests.support.cli import Run
 from tests.support.engines import METHOD_OPTIONS
@@ -141,21 +143,25 @@ def test_one_job_at_a_time_and_one_that_cannot_begin_leaves_the_record(
 def test_what_cannot_be_read_is_told_and_the_rest_is_warmed(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:
-    (documents / "latin.txt").write_bytes(b"caf\xe9")
+    """Each reason once, with paths under the folder."""
     options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--base", "framed")
     (documents / "scanned.txt").write_text("\n \f\n")
-    (documents / "report.pdf").write_bytes(b"%PDF-1.7")
+    (documents / ".git").mkdir()
+    for number in range(30):
+        (documents / f"{number}.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0")
+    (documents / "loop").symlink_to("loop")
     for what in ("plan", "run"):
         summary = run.json("warm", what, documents, *options)
-        assert summary["passages"] == 3
-        assert summary["documents"] == 3
-        other, broken, empty = summary["unread"]
-        assert ("(1 .pdf); convert them first" in other, "latin.txt" in broken) == (True, True)
-        assert empty == f"{documents / 'scanned.txt'} has no text"
-    assert "passed over: cannot read" in run("warm", "run", documents, *options)[2]
+        assert (summary["passages"], summary["documents"]) == (3, 3)
+        images = summary["unread"].pop("not text")
+        assert sorted(images) == sorted(f"{number}.png" for number in range(30))
+        assert summary["unread"] == {HIDDEN: [".git/"], LOOPS: ["loop"], NO_TEXT: ["scanned.txt"]}
+    told = [line for line in run("warm", "run", documents, *options)[2].splitlines() if "passed over" in line]
+    assert len(told) == 4
+    assert next(line for line in told if "not text" in line).endswith("18.png and 20 more (--json lists all)")
     (documents / "many.jsonl").write_text("".join(f'{{"text": "", "source": "s{n}"}}\n' for n in range(30)))
-    told = run("warm", "run", documents, *options)[2]
-    assert (told.count("passed over:"), "and 13 more: --json lists all" in told) == (20, True)
+    told = [line for line in run("warm", "run", documents, *options)[2].splitlines() if NO_TEXT in line]
+    assert len(told) == 1
 
 
 def test_the_text_of_a_library_is_its_owners(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:

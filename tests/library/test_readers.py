@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 import os
 import random
+import sys
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.questions import read_dataset
 from qcfuse_rag import QCFuseError
 from qcfuse_rag.library import readers as read
-from qcfuse_rag.library.readers import TextSplitting, read_passages, skipped_files
+from qcfuse_rag.library.files import HIDDEN, LINKS, LOOPS, NO_FILE, Unread, find_files
+from qcfuse_rag.library.plain_text import UnreadableFile, decode_text
+from qcfuse_rag.library.readers import TextSplitting, read_passages
 from tests.support.cases import cases
 from tests.support.passages import PASSAGES
 
@@ -27,7 +31,7 @@ def test_folders_are_read_in_order_with_the_file_as_source(tmp_path: Path, token
     (tmp_path / "a.txt").write_text(PASSAGES[0])
     (tmp_path / "b" / "c.md").write_text(f"# Title\n\n{PASSAGES[1]}")
     (tmp_path / "d.bin").write_bytes(b"\x00")
-    passages = read_passages([tmp_path], tokenizer, max_tokens=200)
+    passages = read_passages([tmp_path], tokenizer, max_tokens=200, unread={})
     assert list(passages) == [str((tmp_path / name).resolve()) for name in ("a.txt", "b/c.md")]
     assert passages[str(tmp_path / "a.txt")] == [PASSAGES[0]]
 
@@ -112,82 +116,161 @@ def test_lines_of_json_are_passages_with_sources(tmp_path: Path, tokenizer: PreT
 def test_a_bad_line_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, line: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "fine"}\n' + line)
-    with pytest.raises(QCFuseError, match=r"rows\.jsonl, line 2"):
+    with pytest.raises(QCFuseError, match=r"rows\.jsonl: line 2"):
         read_passages([path], tokenizer, max_tokens=200)
 
 
 def test_an_unreadable_path_is_one_clear_error(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    (tmp_path / "a.pdf").write_bytes(b"%PDF")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    for path, message in [
-        (tmp_path / "a.pdf", "is not a text file"),
-        (tmp_path / "none", "no file or folder"),
-        (tmp_path / "latin.txt", "cannot read"),
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in [
+        ("a.png", "cannot read .*: not text"),
+        ("none", "no file or folder"),
+        ("loop", "no file or folder"),
+        ("pipe", "no file to read"),
     ]:
         with pytest.raises(QCFuseError, match=message):
-            read_passages([path], tokenizer, max_tokens=200)
+            read_passages([tmp_path / name], tokenizer, max_tokens=200)
     (tmp_path / "empty").mkdir()
     assert read_passages([tmp_path / "empty"], tokenizer, max_tokens=200) == {}
 
 
-def test_the_other_files_of_a_folder_with_a_bad_file_are_read(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+ENGLISH = "The ferry leaves at nine; Orla keeps the paint in the green shed.\n"
+FRENCH = "Le café est fermé à midi. Où est la clé de l'écurie, garçon ?\n"
+CHINESE = "渡轮每天早上九点过河。奥拉把油漆放在绿色的棚子里。\n"
+JAPANESE = "渡し船は毎朝九時に川を渡ります。ペンキは緑の小屋にあります。\n"
+RUSSIAN = "Паром пересекает реку каждое утро в девять.\n"
+DECODED = {
+    "utf-8": (FRENCH.encode(), FRENCH),
+    "utf-16 with a mark": (ENGLISH.encode("utf-16"), ENGLISH),
+    "utf-16-be with a mark": (codecs.BOM_UTF16_BE + CHINESE.encode("utf-16-be"), CHINESE),
+    "utf-32 with a mark": (ENGLISH.encode("utf-32"), ENGLISH),
+    "utf-16-le": (ENGLISH.encode("utf-16-le"), ENGLISH),
+    "utf-16-be": (ENGLISH.encode("utf-16-be"), ENGLISH),
+    "short utf-16": ("Hi.".encode("utf-16-le"), "Hi."),
+    "Chinese utf-16": (CHINESE.encode("utf-16-be"), CHINESE),
+    "Japanese utf-16": (JAPANESE.encode("utf-16-le"), JAPANESE),
+    "Russian utf-16": (RUSSIAN.encode("utf-16-le"), RUSSIAN),
+    "utf-32": (ENGLISH.encode("utf-32-le"), ENGLISH),
+    "latin-1": (FRENCH.encode("latin-1"), FRENCH),
+    "one accent": (
+        b"# comment\n" * 30_000 + b"caf\xe9 is closed at noon",
+        "# comment\n" * 30_000 + "café is closed at noon",
+    ),
+    "windows-1252": ("The “mill” is shut — says Orla.".encode("cp1252"), "The “mill” is shut — says Orla."),
+    "windows-1251": (RUSSIAN.encode("cp1251"), RUSSIAN),
+    "gb18030": (CHINESE.encode("gb18030"), CHINESE),
+    "shift-jis": (JAPANESE.encode("cp932"), JAPANESE),
+    "euc-kr": (
+        "나룻배는 매일 아침 아홉 시에 강을 건넙니다.".encode("euc-kr"),
+        "나룻배는 매일 아침 아홉 시에 강을 건넙니다.",
+    ),
+    "utf-8 cut in a character": (FRENCH.encode() + "é".encode()[:1], FRENCH + "\ufffd"),
+    "a log with colours": (b"\x1b[31merror\x1b[0m: no paint", "\x1b[31merror\x1b[0m: no paint"),
+}
+
+
+@pytest.mark.parametrize("kind", DECODED)
+def test_text_is_decoded_by_its_mark_or_by_what_it_is(kind: str) -> None:
+    data, text = DECODED[kind]
+    assert decode_text(data) == text
+
+
+BINARY = {
+    "random": random.Random(0).randbytes(5000),
+    "short": b"\0\1\2\3",
+    "image": b"\x89PNG\r\n\x1a\n" + random.Random(1).randbytes(300),
+    "program": Path(sys.executable).read_bytes()[:100_000],
+    "text with NUL": b"a line\0of text\n" * 20,
+    "marked text with NUL": "a\0b".encode("utf-16"),
+    "half a character": "ab".encode("utf-16") + b"c",
+}
+
+
+@pytest.mark.parametrize("kind", BINARY)
+def test_what_is_not_text_reaches_no_model(kind: str) -> None:
+    with pytest.raises(UnreadableFile, match=r"not text|encoding"):
+        decode_text(BINARY[kind])
+
+
+def test_a_folder_is_read_as_ripgrep_does(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Programs and settings are text too; hidden and ignored files are left out, and links are not followed."""
+    folder, outside = tmp_path / "repo" / "named", tmp_path / "outside"
+    texts = ("a.py", "run.sh", "Makefile", "x.conf", "t.csv", "docs/kept.log", ".shown", "below/top.txt")
+    ignored = (".git/HEAD", "node_modules/x/i.js", "below/__pycache__/a.pyc", "b.log", "docs/c.log", ".env", "top.txt")
+    for name in (*texts, *ignored, "docs/drafts/a.md"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(ENGLISH)
+    (folder / ".gitignore").write_text("*.log\n/top.txt\n!.shown\n[z-a]\n!\n" + "*a" * 40 + "\n")
+    (folder / "docs" / ".ignore").write_text("drafts/\n!kept.log\n")
+    (folder.parent / ".git").mkdir()
+    (folder.parent / ".gitignore").write_text("x.conf\nnamed/\n")  # what is named is read
+    (folder / "loop").symlink_to("loop")
+    (folder / "gone").symlink_to("nowhere")
+    (folder / "below" / "up").symlink_to(folder)
+    (folder / "again.txt").symlink_to(folder / "a.py")
+    outside.mkdir()
+    (outside / "secret.txt").write_text("The key is under the mat.")
+    (folder / "secret").symlink_to(outside)
+    (folder / "secret.txt").symlink_to(outside / "secret.txt")
+    (folder / os.fsdecode(b"na\xefve.txt")).write_text(ENGLISH)
+    (folder / "lines.jsonl").write_text('{"text": "a\\u0000b"}')
+    (folder / "locked.txt").write_text(ENGLISH)
+    (folder / "locked.txt").chmod(0)
+    os.mkfifo(folder / "pipe")
+    unread: Unread = {}
+    passages = read_passages([folder], tokenizer, max_tokens=200, unread=unread)
+    locked = unread.pop("cannot be read (Permission denied)", None)  # root reads it
+    if locked is None:
+        passages.pop(str(folder / "locked.txt"))
+    assert {Path(source).relative_to(folder).as_posix() for source in passages} == set(texts)
+    assert {text for found in passages.values() for text in found} == {ENGLISH.strip()}
+    hidden = [
+        ".env",
+        ".git/",
+        ".gitignore",
+        "b.log",
+        "below/__pycache__/",
+        "docs/.ignore",
+        "docs/c.log",
+        "docs/drafts/",
+    ]
+    assert sorted(unread.pop(HIDDEN)) == [*hidden, "node_modules/", "top.txt"]
+    assert sorted(unread.pop(LINKS)) == ["secret", "secret.txt"]
+    assert sorted(unread.pop(LOOPS)) == ["gone", "loop"]
+    assert unread.pop(NO_FILE) == ["pipe"]
+    assert sorted(paths[0] for paths in unread.values()) == ["lines.jsonl", "na?ve.txt"]
+    assert find_files([folder / "secret.txt", folder / ".env", folder / "node_modules"]) == [
+        folder / "secret.txt",
+        folder / ".env",
+        folder / "node_modules" / "x" / "i.js",
+    ]
+
+
+def test_a_repository_is_ignored_from_its_root(tmp_path: Path) -> None:
+    (tmp_path / "repo" / ".git").mkdir(parents=True)
+    (tmp_path / "repo" / "docs" / "build").mkdir(parents=True)
+    (tmp_path / "repo" / ".gitignore").write_text("*.log\n/docs/build\n")
+    (tmp_path / ".gitignore").write_text("*.md\n")  # not of this repository
+    for name in ("a.log", "a.md", "build/b.txt"):
+        (tmp_path / "repo" / "docs" / name).write_text("text")
+    docs = tmp_path / "repo" / "docs"
+    assert find_files([docs]) == [docs / "a.md"]
+    assert find_files([docs / "build"]) == [docs / "build" / "b.txt"]
+
+
+def test_a_large_file_is_read_if_it_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "good.txt").write_text(PASSAGES[0])
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / os.fsdecode(b"na\xefve.txt")).write_text(PASSAGES[1])
-    (tmp_path / "rows.jsonl").write_text('{"text": "half \\ud800"}')
-    unread: list[str] = []
-    passages = read_passages([tmp_path], tokenizer, max_tokens=200, unread=unread)
-    assert list(passages) == [str(tmp_path / "good.txt")]
-    for message, name in zip(unread, ("latin.txt", r"na\xefve.txt", "rows.jsonl, line 1"), strict=True):
-        assert name in message
-    with pytest.raises(QCFuseError, match=r"latin\.txt"):
-        read_passages([tmp_path / "latin.txt"], tokenizer, max_tokens=200, unread=unread)
-
-
-def test_skipped_files_of_a_folder_are_reported(tmp_path: Path) -> None:
-    named, elsewhere = tmp_path / "named", tmp_path / "elsewhere"
-    for folder in (named / "below", named / ".git", elsewhere):
-        folder.mkdir(parents=True)
-    for name in ("a.txt", "a.PDF", "below/b.pdf", "LICENSE", ".DS_Store", ".git/index.bin", os.fsdecode(b"n.\xef")):
-        (named / name).write_text("text")
-    (named / "link").symlink_to(elsewhere)
-    (named / "gone").symlink_to(tmp_path / "nowhere")
-    link, other = skipped_files([named, named / "a.txt"])
-    assert link.startswith(f"{named / 'link'} links to a folder, which is not followed")
-    assert other == f"{named} has files that are not text (2 .pdf, 1 without ending, 1 .?); convert them first"
-    assert list(skipped_files([named, elsewhere])) == [other]
-    assert list(skipped_files([elsewhere])) == []
-
-
-def test_links_out_of_a_folder_are_not_followed_and_said(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    folder, outside = tmp_path / "folder", tmp_path / "folder-beside"
-    for path in (folder / "below", folder / ".hidden", outside):
-        path.mkdir(parents=True)
-    secret, own = outside / "secret.txt", folder / "own.txt"
-    secret.write_text("The key is under the mat.")
-    own.write_text(PASSAGES[0])
-    (folder / "absolute.txt").symlink_to(secret)
-    (folder / "below" / "relative.md").symlink_to("../../folder-beside/secret.txt")
-    (folder / "chain.txt").symlink_to("absolute.txt")
-    (folder / ".hidden" / "a.txt").symlink_to(secret)
-    (folder / "below" / "up").symlink_to(outside)
-    (folder / "lines.jsonl").symlink_to(outside / "rows.jsonl")
-    (outside / "rows.jsonl").write_text('{"text": "The key is under the mat."}')
-    (folder / "below" / "inside.txt").symlink_to(own)
-    passages = read_passages([folder], tokenizer, max_tokens=200)
-    assert passages == {str(own): [PASSAGES[0]]}
-    said = list(skipped_files([folder]))
-    links = ["absolute.txt", "below/relative.md", "chain.txt", ".hidden/a.txt", "lines.jsonl"]
-    assert {line for line in said if "links to a file elsewhere" in line} == {
-        f"{folder / link} links to a file elsewhere, which is not read; name that file as well" for link in links
-    }
-    for named in ([folder, secret], [folder, outside], [folder / "absolute.txt"]):
-        assert any(
-            "key" in text for texts in read_passages(named, tokenizer, max_tokens=200).values() for text in texts
-        )
-    assert not any("secret" in line or "absolute" in line for line in skipped_files([folder, outside]))
+    monkeypatch.setattr(read, "MOST_TEXT_BYTES", 3 << 20)
+    large = tmp_path / "log.txt"
+    large.write_text("\n" * (3 << 20) + "The end.")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": PASSAGES[0]}) + "\n" * (3 << 20))
+    unread: Unread = {}
+    assert list(read_passages([tmp_path], tokenizer, max_tokens=200, unread=unread)) == [str(tmp_path / "rows.jsonl")]
+    assert unread == {"larger than 3 MB; name the file to read it": ["log.txt"]}
+    assert read_passages([large], tokenizer, max_tokens=200) == {str(large): ["The end."]}
 
 
 def test_a_file_is_read_once_however_often_it_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
