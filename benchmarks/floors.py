@@ -14,14 +14,17 @@ from qcfuse_rag.cli.plan import SHAPES
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.cpu_weights import Float16Linear
 from qcfuse_rag.models.fingerprint import plain_parts
+from qcfuse_rag.models.quantized_weights import FORMATS, quantize_weights
 from qcfuse_rag.runtime.device import finish, timed
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 WINDOW = 1 << 17
 
 
-def random_model(shape: str, *, device: str | None = None, dtype: str | None = None) -> LanguageModel:
-    """Return a model of a known shape with random weights, built on the device."""
+def random_model(
+    shape: str, *, device: str | None = None, dtype: str | None = None, weights: str | None = None
+) -> LanguageModel:
+    """Return a model of a known shape with random weights, built on the device, and perhaps quantised there."""
     if shape not in SHAPES:
         raise QCFuseError(f"there is no shape {shape!r}; there are {', '.join(SHAPES)}")
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -32,7 +35,8 @@ def random_model(shape: str, *, device: str | None = None, dtype: str | None = N
     with target:
         model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
     model.generation_config.eos_token_id = None  # so that answers have the length asked for
-    return LanguageModel.wrap(model.eval(), _byte_tokenizer(), name=f"{shape}, random weights")
+    quantized = quantize_weights(model, weights, target) if weights in FORMATS else "model"
+    return LanguageModel.wrap(model.eval(), _byte_tokenizer(), name=f"{shape}, random weights", weight_format=quantized)
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:

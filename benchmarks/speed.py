@@ -84,7 +84,7 @@ class Options(ModelOptions):
             return self.load_model()
         if self.model is not None:
             raise QCFuseError("give a --model or a --shape, not both")
-        return random_model(self.shape, device=self.device, dtype=self.dtype)
+        return random_model(self.shape, device=self.device, dtype=self.dtype, weights=self.weights)
 
     def configurations(self) -> list[Configuration]:
         """Return the methods at their ratios."""

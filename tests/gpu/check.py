@@ -34,7 +34,7 @@ from benchmarks.runner import Run, execute
 from benchmarks.speed import fill, open_tiers, random_prompt
 from qcfuse_rag import KVStore, LanguageModel, MemoryStore, make_method, open_store
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.bundled import default_model
+from qcfuse_rag.bundled import corpus, default_model, questions
 from qcfuse_rag.engine.first_passes import measure_recorded_pass
 from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.method import BreakEven
@@ -141,7 +141,7 @@ def engine(check: Check) -> dict[str, Any]:
     """Answer questions with a real model, as users do."""
     from tests.gpu.engine_check import measure_engine
 
-    return {dtype: measure_engine(_real_model(check), "cuda", dtype) for dtype in ("bfloat16", "float32")}
+    return {dtype: measure_engine(_real_model(check), "cuda", dtype) for dtype in ("bfloat16", "float32", "float16")}
 
 
 def _real_model(check: Check) -> str:
@@ -174,7 +174,7 @@ def loading(check: Check) -> dict[str, Any]:
     contexts, chunk = (1024, 4096, 10240, 32768), 512
     method = make_method("auto", ratio=0.1)
     with ExitStack() as stack:
-        names, formats = (("pinned",), ("int8",)) if check.dry else (("pinned", "device"), ("model", "int8"))
+        names, formats = ("pinned", "device"), ("model", "int8")
         tiers = open_tiers(lm, names, formats, stack, folder=None)
         generator = torch.Generator().manual_seed(0)
         prompts = [random_prompt(lm, context, chunk, generator) for context in contexts]
@@ -225,6 +225,76 @@ def prefetching(check: Check) -> dict[str, Any]:
                 )
             answers.append({"once more, s": fuse_prompt(runner, prompt, method).report.timings.ttft_s})
     return {"costs": costs, "first answers": answers[:2], "last answers": answers[-2:], "answers": len(answers)}
+
+
+def weights(check: Check) -> dict[str, Any]:
+    """Measure the shape in each format of weights."""
+    from tests.gpu import weights_check
+
+    check.__dict__.pop("lm", None), check.__dict__.pop("runner", None)
+    found: dict[str, Any] = {}
+    for name in weights_check.FORMATS:
+        weights_check.collect()
+        found[name] = _or_error(lambda: weights_check.measure_shape(check.shape, name))  # noqa: B023
+        print(name, json.dumps(found[name], default=str), flush=True)
+    return found
+
+
+def weights_real(check: Check) -> dict[str, Any]:
+    """Compare formats of weights with bfloat16 by a real model's answers to the demonstration's questions."""
+    from tests.gpu import weights_check
+
+    texts = corpus()
+    asked = [(item.question, [texts[name] for name in item.documents]) for item in questions()[:16]]
+    return {
+        name: _or_error(lambda: weights_check.measure_model(_real_model(check), asked, name))  # noqa: B023
+        for name in weights_check.FORMATS[1:]
+    }
+
+
+def checkpoints(check: Check) -> dict[str, Any]:
+    """Load checkpoints that transformers has quantised."""
+    from tests.gpu import weights_check
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    return {
+        name: _or_error(lambda: weights_check.measure_checkpoint(_real_model(check), settings))  # noqa: B023
+        for name, settings in weights_check.checkpoint_settings().items()
+    }
+
+
+def healing(check: Check) -> dict[str, Any]:
+    """Time rows that are healed beside a step."""
+    from tests.gpu.serving_check import healing_times
+
+    runner = check.runner.with_store(MemoryStore(UNLIMITED, pinned=True))
+    runner.decodes.compile((1,))
+    return {"milliseconds by healed rows": healing_times(runner, 10240)}
+
+
+def healing_real(check: Check) -> dict[str, Any]:
+    """Count the answers that are full prefill's without healing and with it."""
+    from tests.gpu.serving_check import healed_answers
+
+    texts = corpus()
+    others = list(texts.values())[:4]
+    asked = [(item.question, [*(texts[name] for name in item.documents), *others]) for item in questions()]
+    return healed_answers(_real_model(check), asked, "cuda", "bfloat16")
+
+
+def arrivals(check: Check) -> dict[str, Any]:
+    """Serve requests that arrive at random, beside transformers' continuous batching."""
+    from tests.gpu.serving_check import measure_arrivals
+
+    return measure_arrivals(check.lm, 4096, 16, 64, 8.0)
+
+
+def _or_error(measure: Callable[[], Any]) -> Any:
+    """Return what a measurement returns, or its error: the others may work."""
+    try:
+        return measure()
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-1500:]}
 
 
 def floors(check: Check) -> dict[str, Any]:
@@ -283,11 +353,17 @@ STEPS = (
     Step(recorded_real, 40),
     Step(engine, 45),
     Step(recorded, 30),
+    Step(healing, 20),
+    Step(arrivals, 60),
     Step(speed, 130),
     Step(loading, 80),
     Step(prefetching, 15),
     Step(floors, 60),
     Step(profile, 15),
+    Step(weights, 150),
+    Step(weights_real, 60),
+    Step(checkpoints, 60),
+    Step(healing_real, 60),
 )
 
 
