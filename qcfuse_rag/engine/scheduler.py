@@ -330,7 +330,8 @@ class Scheduler:
         asked = params.max_new_tokens
         params = replace(params, max_new_tokens=answer_room(self._engine.lm, prompt, asked))
         request = _RunningRequest(self._engine.lm, prompt, params, method, asked)
-        request.rows_left = self._engine.predict_rows(prompt, method)
+        if method is None:
+            request.rows_left = self._engine.predict_rows(prompt)
         with self._changed:
             if self._closed:
                 raise Closed("the engine is closed; load another one")
@@ -441,7 +442,8 @@ class Scheduler:
             method=request.method,
             answer_tokens=request.asked_tokens,
             part_rows=lambda: self._part_rows(request),
-            prefixes=self._engine.prefixes,
+            # A request with its own method compares: neither answer may come from what the other has computed.
+            prefixes=self._engine.prefixes if request.method is None else None,
         )
 
     def _part_rows(self, request: _RunningRequest) -> int:

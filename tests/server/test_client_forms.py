@@ -155,6 +155,19 @@ async def test_documents_are_given_beside_a_history_that_has_some(http: httpx.As
     assert hits == [True] * 3, "the one in the history and the two beside it"
 
 
+async def test_full_prefill_asked_first_does_not_answer_the_comparison(http: httpx.AsyncClient) -> None:
+    body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": QUESTION}]}
+    body |= {"documents": PASSAGES}
+    full, fused, again, late = [
+        (await post(http, "chat/completions", **body, **method)).json()["fusion"]
+        for method in ({"method": "full"}, {}, {}, {"method": "full"})
+    ]
+    assert (full["prefix_tokens"], fused["prefix_tokens"], late["prefix_tokens"]) == (0, 0, 0)
+    assert late["rows"] == full["rows"] == full["prompt_tokens"]
+    assert 0 < fused["reused_tokens"] < fused["prompt_tokens"]
+    assert again["prefix_tokens"] == again["prompt_tokens"] - 1, "the default goes on to use its own"
+
+
 async def test_librechat_sends_openais_defaults(http: httpx.AsyncClient) -> None:
     body = {"model": "tiny", "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
     body |= {"user": "65f0", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8}

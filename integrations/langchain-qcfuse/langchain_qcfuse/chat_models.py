@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
@@ -27,7 +29,7 @@ from langchain_qcfuse.messages import (
 )
 from langchain_qcfuse.structured import bind_json_schema, bind_schema_tool
 from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams, WarmSummary
-from qcfuse_rag.errors import InvalidTemplate
+from qcfuse_rag.errors import InvalidTemplate, PromptTooLong
 from qcfuse_rag.integrations import (
     FINISH_REASONS,
     LOAD_SETTINGS,
@@ -79,6 +81,19 @@ def response_format_of(kwargs: dict[str, Any]) -> ResponseFormat:
         kwargs.get("response_format"),
         kwargs.get("parallel_tool_calls") is not False,
     )
+
+
+class ContextOverflow(PromptTooLong, ContextOverflowError):
+    """A prompt that exceeds the context window, as LangChain's middleware and fallbacks know it."""
+
+
+@contextmanager
+def overflows_as_langchains() -> Iterator[None]:
+    """Raise LangChain's error for a prompt that is too long."""
+    try:
+        yield
+    except PromptTooLong as error:
+        raise ContextOverflow(str(error)) from error
 
 
 class ChatQCFuse(EngineSettings, BaseChatModel):
@@ -229,7 +244,8 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = self._current_handle().submit(self._request(messages, stop, kwargs))
+        with overflows_as_langchains():
+            answer = self._current_handle().submit(self._request(messages, stop, kwargs))
         try:
             answer.result()
         finally:
@@ -243,7 +259,8 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = await self._current_handle().asubmit(self._request(messages, stop, kwargs))
+        with overflows_as_langchains():
+            answer = await self._current_handle().asubmit(self._request(messages, stop, kwargs))
         await answer.aresult()
         return self._result(answer, kwargs)
 
@@ -254,7 +271,8 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        answer = self._current_handle().submit(self._request(messages, stop, kwargs))
+        with overflows_as_langchains():
+            answer = self._current_handle().submit(self._request(messages, stop, kwargs))
         reader = self._reader(answer, kwargs)
         try:
             for piece in answer:
@@ -277,7 +295,8 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        answer = await self._current_handle().asubmit(self._request(messages, stop, kwargs))
+        with overflows_as_langchains():
+            answer = await self._current_handle().asubmit(self._request(messages, stop, kwargs))
         reader = self._reader(answer, kwargs)
         try:
             async for piece in answer:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from langchain_core.documents import Document
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
 from qcfuse_rag import LanguageModel, QCFuseError, SamplingParams, make_method
-from qcfuse_rag.errors import MisplacedSetting, UnusedSetting
+from qcfuse_rag.errors import MisplacedSetting, PromptTooLong, UnusedSetting
 from tests.support.passages import PASSAGES, QUESTION
 
 DOCUMENTS = [Document(page_content=text, metadata={"n": i}) for i, text in enumerate(PASSAGES)]
@@ -37,6 +38,21 @@ def test_warmed_documents_are_reused(chat: ChatQCFuse) -> None:
     assert details["cache_read"] == fusion(message)["reused_tokens"] > 0
     assert details["cache_read"] + details["cache_creation"] == usage["input_tokens"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
+
+async def test_a_prompt_that_is_too_long_is_langchains_error_and_a_long_answer_is_none(chat: ChatQCFuse) -> None:
+    window = chat.engine.lm.context_window.tokens
+    for length in (window, 50 * window):  # measured in tokens, and refused by its characters
+        long = "x " * length
+        for ask in (chat.invoke, lambda text: list(chat.stream(text))):
+            with pytest.raises(ContextOverflowError, match="exceeds the context window"):
+                ask(long)
+        with pytest.raises(PromptTooLong):
+            await chat.ainvoke(long)
+        with pytest.raises(ContextOverflowError):
+            [chunk async for chunk in chat.astream(long)]
+    message = chat.bind(max_tokens=10**9).invoke("x " * (window // 2 - 40))
+    assert "no more fit the context window" in fusion(message)["answer_limit"]
 
 
 def test_documents_that_were_not_warmed_are_answered_over_all_the_same(chat: ChatQCFuse) -> None:

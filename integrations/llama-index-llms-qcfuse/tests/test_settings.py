@@ -60,6 +60,15 @@ def test_sampling_settings_are_those_of_the_engine(llm: QCFuseLLM) -> None:
     assert llm.sampling(stop="END").stop == ("END",), "a single string is one string"
 
 
+def test_a_prompt_that_is_too_long_is_a_value_error_and_a_long_answer_is_none(llm: QCFuseLLM) -> None:
+    window = llm.metadata.context_window
+    for ask in (llm.complete, lambda text: list(llm.stream_complete(text)), lambda text: llm.chat([ChatMessage(text)])):
+        with pytest.raises(ValueError, match="exceeds the context window"):
+            ask("x " * window)
+    report = llm.complete("x " * (window // 2 - 40), max_new_tokens=10**9).raw["report"]
+    assert "no more fit the context window" in report["answer_limit"]
+
+
 def test_given_functions_word_the_prompts(llm: QCFuseLLM) -> None:
     worded = QCFuseLLM.from_engine(
         llm.engine,
