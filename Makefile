@@ -81,7 +81,7 @@ oldest: setup
 	$(BIN)/pip install -q --upgrade --no-deps --target .oldest llama-index-core==0.14.5 llama-index-workflows==2.8.0 \
 		llama-index-instrumentation==0.4.0 langchain-core==1.6.0 transformers==5.15.0 tokenizers==0.22.2
 	NLTK_DATA=$(CURDIR)/.oldest/llama_index/core PYTHONPATH=.oldest \
-		$(PYTEST) -q --families=all -m "not real" -k "not standard" integrations \
+		$(PYTEST) -q --families=all -m "not real" -k "not integration_tests and not unit_tests" integrations \
 		tests/golden/test_families.py tests/models/test_compatibility.py tests/models/test_gguf.py
 
 # The documentation as a site, in site/; a link that leads nowhere is an error.

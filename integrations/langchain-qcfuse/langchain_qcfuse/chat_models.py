@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
@@ -38,9 +39,11 @@ from qcfuse_rag.integrations import (
     EngineHandle,
     EngineSettings,
     ParsedResponse,
+    ReasoningFormat,
     RequestHandle,
     ResponseFormat,
     ResponseReader,
+    can_call_tools,
     warm_passages,
     warn_caller,
     warn_unused,
@@ -96,7 +99,32 @@ def overflows_as_langchains() -> Iterator[None]:
         raise ContextOverflow(str(error)) from error
 
 
-class ChatQCFuse(EngineSettings, BaseChatModel):
+class ProfileOfModel:
+    """A mixin with a chat model's profile, as a property: the field of the base class would load the model at once."""
+
+    @property
+    def profile(self) -> ModelProfile | None:
+        """What the model can do and how long its inputs may be; a profile that was given replaces it.
+
+        `max_input_tokens` leaves room for an answer of `max_tokens` in the context window. LangChain's agents read
+        here that answers can follow a schema, and middleware when a conversation is to be summarised.
+        """
+        if given := self.__dict__.get("profile"):
+            return dict(given)  # type: ignore[return-value]
+        lm, max_tokens = self.engine.lm, self.max_tokens  # type: ignore[attr-defined]
+        return ModelProfile(
+            max_input_tokens=max(1, lm.context_window.tokens - max_tokens),
+            max_output_tokens=max_tokens,
+            text_inputs=True,
+            text_outputs=True,
+            tool_calling=can_call_tools(lm.tokenizer),
+            tool_choice=can_call_tools(lm.tokenizer),
+            structured_output=find_spec("llguidance") is not None,
+            reasoning_output=ReasoningFormat.of(lm.tokenizer) is not None,
+        )
+
+
+class ChatQCFuse(EngineSettings, ProfileOfModel, BaseChatModel):
     """A transformers model in this process, run by qcfuse-rag's engine.
 
     Warmed documents are found in the text of messages and not prefilled again. Documents in the keyword argument
@@ -129,6 +157,16 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
     served: EngineHandle | None = Field(
         default=None, exclude=True, repr=False, description="The engine; LangChain passes it to configured copies."
     )
+
+    @model_validator(mode="after")
+    def _set_model_profile(self) -> Self:
+        if self.__dict__["profile"] is type(self).profile:  # none was given: pydantic takes the property for a default
+            self.__dict__["profile"] = None
+        return self
+
+    @model_validator(mode="after")
+    def _check_profile_keys(self) -> Self:
+        return self  # the base class's would load the model
 
     @property
     def _llm_type(self) -> str:

@@ -1,9 +1,13 @@
-"""A LangGraph agent with two tools over ten turns: each call of the model computes what is new in it, and no more."""
+"""A LangGraph agent with two tools over ten turns: each call of the model computes what is new in it, and no more.
+
+In the middle everything is closed and opened again: the conversation comes from SQLite, tools' results from the store.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -11,10 +15,11 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import ModelRequest, ModelResponse, wrap_model_call
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.checkpoint.sqlite import SqliteSaver
 
 from langchain_qcfuse import ChatQCFuse
-from qcfuse_rag import LanguageModel, MemoryStore, make_method
+from langchain_qcfuse.middleware import QCFuseMiddleware
+from qcfuse_rag import LanguageModel, make_method, open_store
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES
@@ -53,14 +58,18 @@ def call_then_answer(request: ModelRequest, handler: Callable[[ModelRequest], Mo
     return handler(request.override(tool_choice=TOOLS[asked_turns(request.messages) % 2].name))
 
 
-def converse(lm: LanguageModel, turns: int, checked: Collection[int]) -> None:
+def converse(lm: LanguageModel, turns: int, checked: Collection[int], folder: Path) -> None:
     """Let an agent answer questions, and compare the answers to some of them with those without prefix reuse."""
-    engine = make_engine(lm, MemoryStore(), method=make_method("full"), prefix_bytes=1 << 30)
-    chat = ChatQCFuse.from_engine(engine, max_tokens=CALL_TOKENS)
-    agent = create_agent(chat, TOOLS, middleware=[call_then_answer], checkpointer=InMemorySaver())
-    for turn in range(turns):
-        question = HumanMessage(f"Who has key {turn}?")
-        messages = agent.invoke({"messages": [question]}, {"configurable": {"thread_id": "harbour"}})["messages"]
+    for begun in (0, turns // 2):
+        engine = make_engine(lm, open_store(folder / "kv"), method=make_method("full"), prefix_bytes=1 << 30)
+        chat = ChatQCFuse.from_engine(engine, max_tokens=CALL_TOKENS)
+        with SqliteSaver.from_conn_string(str(folder / "turns.sqlite")) as saver:
+            middleware = [call_then_answer, QCFuseMiddleware(chat)]
+            agent = create_agent(chat, TOOLS, middleware=middleware, checkpointer=saver)
+            for turn in range(begun, begun + turns // 2):
+                question = {"messages": [HumanMessage(f"Who has key {turn}?")]}
+                messages = agent.invoke(question, {"configurable": {"thread_id": "harbour"}})["messages"]
+        engine.close()
     assert [type(message) for message in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage] * turns
 
     answers = [message for message in messages if isinstance(message, AIMessage)]
@@ -70,12 +79,13 @@ def converse(lm: LanguageModel, turns: int, checked: Collection[int]) -> None:
     usages = [answer.usage_metadata for answer in answers]
     told = [(usage["input_tokens"], usage["input_token_details"]["cache_read"]) for usage in usages if usage]
     assert len(told) == 2 * turns
-    assert told[0][1] == 0
-    for (before, _), (tokens, reused) in pairwise(told):
-        assert before - MERGED <= reused < tokens
+    assert told[0][1] == told[turns][1] == 0, "full prefill reads nothing from the store"
+    for index, ((before, _), (tokens, reused)) in enumerate(pairwise(told), 1):
+        assert index == turns or before - MERGED <= reused < tokens
     assert [reused for _, reused in told] == [a.response_metadata["fusion"]["prefix_tokens"] for a in answers]
 
-    plain = ChatQCFuse.from_engine(make_engine(lm, engine.store, method=make_method("full")))
+    store = open_store(folder / "kv")
+    plain = ChatQCFuse.from_engine(make_engine(lm, store, method=make_method("full")))
     for turn in checked:
         asked, answered = messages[: 4 * turn + 3], messages[4 * turn + 3]
         expected = plain.bind_tools(TOOLS).invoke(asked, max_tokens=ANSWER_TOKENS)
@@ -83,18 +93,24 @@ def converse(lm: LanguageModel, turns: int, checked: Collection[int]) -> None:
         assert (answered.content, answered.tool_calls) == (expected.content, expected.tool_calls)
         called = plain.bind_tools(TOOLS, tool_choice=asked[-1].name).invoke(asked[:-2], max_tokens=CALL_TOKENS)
         assert called.tool_calls[0]["args"] == asked[-2].tool_calls[0]["args"]
-    engine.close()
+    again = ChatQCFuse.from_engine(make_engine(lm, store, prefix_bytes=0))
+    report = again.bind_tools(TOOLS).invoke(messages[:-1], max_tokens=1).response_metadata["fusion"]
+    assert len(report["lookups"]) >= 1
+    assert all(lookup["hit"] for lookup in report["lookups"]), "results of tools are in the store"
+    again.engine.close()
 
 
 @pytest.mark.slow
-def test_every_call_reuses_the_calls_before() -> None:
+def test_every_call_reuses_the_calls_before(tmp_path: Path) -> None:
     tokenizer = teach(build_tokenizer(lambda: PASSAGES), "hermes")
-    converse(LanguageModel.wrap(build_model("llama", max_position_embeddings=8192), tokenizer), TURNS, range(TURNS))
+    converse(
+        LanguageModel.wrap(build_model("llama", max_position_embeddings=8192), tokenizer), TURNS, range(TURNS), tmp_path
+    )
 
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_every_call_of_a_real_model_reuses_the_calls_before(smollm2_folder: str) -> None:
+def test_every_call_of_a_real_model_reuses_the_calls_before(smollm2_folder: str, tmp_path: Path) -> None:
     lm = LanguageModel.load(smollm2_folder, device="cpu")
     teach(lm.tokenizer, "hermes")
-    converse(lm, 4, (3,))
+    converse(lm, 4, (3,), tmp_path)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse, wrap_model_call
+from langchain.agents.middleware import ModelRequest, ModelResponse, SummarizationMiddleware, wrap_model_call
 from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
+from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import BaseModel, Field
 
-from langchain_qcfuse import ChatQCFuse
+from langchain_qcfuse import ChatQCFuse, QCFuseVectorStore
+from langchain_qcfuse.middleware import QCFuseMiddleware
 from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.thinking import thinking_model
 from tests.support.tool_templates import LOOK_UP, teach
 
+REPORT = "The tug Bellweather burned on the ninth of May, and nobody was hurt, because her crew was ashore to vote."
 DOCUMENTS = [Document(page_content=text) for text in PASSAGES]
 
 
@@ -103,20 +109,65 @@ def test_an_agent_answers_from_what_its_tool_found_and_the_store_has(chat: ChatQ
     assert reused(messages[3]) > 0.8 * len(chat.engine.prompts.chunk_ids("\n\n".join(PASSAGES)))
 
 
-class Retrieve(AgentMiddleware):
-    """Retrieves for every question, without a tool."""
+async def test_a_middleware_passes_documents_and_warms_results(chat: ChatQCFuse) -> None:
+    """Retrieved once for a question, documents stay before it when the tool has answered."""
+    store = QCFuseVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=6)), chat)
+    store.add_documents(DOCUMENTS)
 
-    def wrap_model_call(self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
-        return handler(request.override(model_settings={"documents": DOCUMENTS}))
+    @tool(response_format="content_and_artifact")
+    def fetch(dry: bool) -> tuple[str, list[Document]]:
+        """Fetch a report."""
+        return f"Found: {REPORT}", [Document(REPORT)]
 
+    @wrap_model_call
+    async def fetch_once(request: ModelRequest, handler: Callable[[ModelRequest], Awaitable[ModelResponse]]) -> Any:
+        fetched = isinstance(request.messages[-1], ToolMessage)
+        return await handler(request.override(tool_choice="none" if fetched else "any"))
 
-@pytest.mark.slow
-def test_a_middleware_passes_documents(chat: ChatQCFuse) -> None:
-    chat.warm(DOCUMENTS)
-    agent = create_agent(chat, [], middleware=[Retrieve()])
+    middleware = [fetch_once, QCFuseMiddleware(chat, store.as_retriever(search_kwargs={"k": 2}))]
+    messages = (await create_agent(chat, [fetch], middleware=middleware).ainvoke({"messages": [("user", QUESTION)]}))[
+        "messages"
+    ]
+    assert [type(message) for message in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
+    lookups = [message.response_metadata["fusion"]["lookups"] for message in (messages[1], messages[3])]
+    assert len(lookups[1]) > len(lookups[0]) == 2, "the retrieved documents, then the result as well"
+    assert all(lookup["hit"] for each in lookups for lookup in each)
+
+    agent = create_agent(chat, [], middleware=[QCFuseMiddleware(chat, store.as_retriever(search_kwargs={"k": 2}))])
     answer = agent.invoke({"messages": [HumanMessage(QUESTION)]})["messages"][-1]
-    assert answer.content == chat.invoke(QUESTION, documents=DOCUMENTS).content
-    assert all(lookup["hit"] for lookup in answer.response_metadata["fusion"]["lookups"])
+    expected = chat.invoke(QUESTION, documents=store.similarity_search(QUESTION, k=2))
+    assert answer.content == expected.content
+
+
+@pytest.mark.parametrize("tools", [[], [search_harbour]])
+def test_an_agent_answers_by_its_schema(chat: ChatQCFuse, tools: list[Any]) -> None:
+    """With tools, the grammar allows a call or an object; the model that is not trained is kept from calling."""
+    less = {chat.engine.lm.tokenizer.convert_tokens_to_ids("<"): -100.0}
+
+    with pytest.MonkeyPatch.context() as patch:
+        sampling = ChatQCFuse.sampling_params
+        patch.setattr(
+            ChatQCFuse,
+            "sampling_params",
+            lambda *args, **kwargs: replace(sampling(*args, **kwargs), logit_bias=tuple(less.items())),
+        )
+        state = create_agent(chat, tools, response_format=Boat).invoke({"messages": [("user", QUESTION)]})
+    assert isinstance(state["structured_response"], Boat)
+    assert [type(message) for message in state["messages"]] == [HumanMessage, AIMessage], "no tool was called for it"
+
+
+def test_the_profile_says_what_the_model_can(chat: ChatQCFuse) -> None:
+    profile = chat.profile
+    assert profile is not None
+    assert (profile["max_input_tokens"], profile["max_output_tokens"]) == (4096 - 120, 120)
+    assert profile["tool_calling"]
+    assert profile["structured_output"]
+    assert not profile["reasoning_output"]
+    SummarizationMiddleware(chat, trigger=("fraction", 0.8))
+    assert ChatQCFuse(model="none", profile={"max_input_tokens": 5}).profile == {"max_input_tokens": 5}
+    thinking = ChatQCFuse.from_engine(make_engine(thinking_model(), MemoryStore()))
+    assert thinking.profile is not None
+    assert thinking.profile["reasoning_output"]
 
 
 @pytest.mark.slow
