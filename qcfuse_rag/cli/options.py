@@ -137,6 +137,7 @@ class ServeOptions:
         editable: Let clients add and remove documents of the library.
         keep: Warm passages of clients that the store lacked, while no request waits.
         no_playground: Serve no page for browsers at /.
+        origins: Web pages that may ask from a browser, such as http://localhost:3000; several by commas.
         prefix_mb: Megabytes of finished requests to keep in memory for conversations that go on.
         memory_gb: Gigabytes of passages' caches to keep in memory.
         ray: Ray cluster to serve on: auto, local, or an address.
@@ -157,6 +158,7 @@ class ServeOptions:
     editable: bool = False
     keep: bool = False
     no_playground: bool = False
+    origins: str | None = None
     prefix_mb: Annotated[int, Ge(0)] = 1000
     memory_gb: Annotated[float, Ge(0)] = 2.0
     remote: Remote = None

@@ -46,6 +46,7 @@ def serve_library(library: Path, config: EngineConfig, options: ServeOptions) ->
         editable=options.editable,
         keep=options.keep,
         playground=not options.no_playground,
+        origins=tuple(origin.strip() for origin in (options.origins or "").split(",") if origin.strip()),
     )
     refused = [f"--{flag}" for flag in ("retrieve", "editable", "keep") if getattr(options, flag)]
     if options.ray is not None and refused:
@@ -119,6 +120,7 @@ def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions, se
         most_tokens=server.most_tokens,
         fidelity=server.fidelity,
         playground=server.playground,
+        origins=server.origins,
         max_queued=server.waiting,
         autoscaling=autoscaling,
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -26,6 +28,8 @@ from qcfuse_rag.server.embeddings import embedding_route
 from qcfuse_rag.server.playground import playground_routes
 from qcfuse_rag.server.protocol.failures import Failure, failure_of, unknown_model
 
+CORS: dict[str, Any] = {"allow_methods": ["GET", "POST", "DELETE"], "allow_headers": ["*"]}
+
 
 def make_app(
     backend: Backend,
@@ -36,6 +40,7 @@ def make_app(
     metrics: Callable[[], bytes] | None = None,
     library: ServedLibrary | None = None,
     playground: bool = False,
+    origins: Sequence[str] = (),
     on_shutdown: Callable[[], None] = lambda: None,
 ) -> Starlette:
     """Return the application.
@@ -49,6 +54,7 @@ def make_app(
         library: whose embedding model clients may use, and whose documents they may list, and change if it is editable;
             None refuses all.
         playground: whether to serve the page for browsers at `/`.
+        origins: web pages that may ask from a browser (CORS), as scheme, host and port.
         on_shutdown: called after the last request.
     """
     limits, bodies = limits or RequestLimits(), JsonBodies()
@@ -71,7 +77,11 @@ def make_app(
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(AuthMiddleware, token=token, limits=limits, hosts=hosts)],
+        middleware=[
+            # Outside of the other one, because browsers ask without the token whether they may send it.
+            *([Middleware(CORSMiddleware, allow_origins=origins, **CORS)] if origins else []),
+            Middleware(AuthMiddleware, token=token, limits=limits, hosts=hosts),
+        ],
         exception_handlers={
             HTTPException: _refused,
             QCFuseError: _rejected,

@@ -124,6 +124,7 @@ class EngineDeployment:
         most_tokens: length limit of an answer.
         fidelity: of requests that name none.
         playground: whether to serve the page for browsers, see `server.playground`.
+        origins: web pages that may ask from a browser, see `make_app`.
         max_ongoing: most requests at a time in a replica.
         max_queued: most requests that wait for a replica; further requests get 429.
         autoscaling: Ray Serve's autoscaling options, such as `{"min_replicas": 1, "max_replicas": 8}`.
@@ -138,6 +139,7 @@ class EngineDeployment:
     most_tokens: int = 4096
     fidelity: Fidelity = "fast"
     playground: bool = False
+    origins: tuple[str, ...] = ()
     max_ongoing: int = 16
     max_queued: int = 64
     autoscaling: Mapping[str, Any] | None = None
@@ -232,7 +234,13 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application; Ray calls this in the process that runs it."""
         deployment = self._deployment
-        return make_app(self._backend, token=deployment.token, hosts=deployment.hosts, playground=deployment.playground)
+        return make_app(
+            self._backend,
+            token=deployment.token,
+            hosts=deployment.hosts,
+            playground=deployment.playground,
+            origins=deployment.origins,
+        )
 
 
 class DeploymentBackend:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -32,6 +33,8 @@ from qcfuse_rag.server.idle_warming import IdleWarming
 HEADERS_S = 15.0
 """Seconds for a client to send a request's headers, from the connection or from the request's first byte."""
 
+ORIGIN = re.compile(r"https?://[^/*\s]+")
+
 SPARE_CONNECTIONS = 512
 """Connections in addition to the answered and waiting requests: idle connections, refusals, health checks."""
 
@@ -53,6 +56,7 @@ class ServerSettings:
         editable: whether clients may add and remove documents of the library.
         keep: whether to warm passages of clients that the store lacked, while no request waits.
         playground: whether to serve a page for browsers.
+        origins: web pages that may ask from a browser, as scheme, host and port.
     """
 
     name: str
@@ -67,6 +71,7 @@ class ServerSettings:
     editable: bool = False
     keep: bool = False
     playground: bool = True
+    origins: tuple[str, ...] = ()
 
     def check(self, folder: Path) -> None:
         """Refuse what cannot be served from the folder of a library or a store; asked before the model is loaded."""
@@ -75,6 +80,9 @@ class ServerSettings:
                 f"{self.host} is open to other machines: set QCFUSE_TOKEN to a token for clients, or listen "
                 "on 127.0.0.1"
             )
+        for origin in self.origins:
+            if not ORIGIN.fullmatch(origin):
+                raise QCFuseError(f"--origins names web pages such as https://example.org:8443, not {origin}")
         if (self.retrieve or self.editable) and not has_passages(folder):
             raise QCFuseError(f"no passages in {folder}; --retrieve and --editable need a library of `qcfuse warm run`")
 
@@ -120,6 +128,7 @@ class LibraryServer:
             metrics=_metrics(engine),
             library=library,
             playground=settings.playground,
+            origins=settings.origins,
             on_shutdown=backend.close,
         )
 

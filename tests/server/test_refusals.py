@@ -7,6 +7,7 @@ import gc
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,12 +16,13 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.server import answers, event_response
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import LOOPBACK, RequestLimits
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Event, LastPiece, Piece, Queued
-from qcfuse_rag.server.serve import SPARE_CONNECTIONS, make_server
+from qcfuse_rag.server.serve import SPARE_CONNECTIONS, ServerSettings, make_server
 from tests.support import seams
 from tests.support.serving import ASKED, JSON, ask, client, error
 
@@ -54,6 +56,28 @@ async def listening(server: uvicorn.Server) -> AsyncIterator[int]:
     server.should_exit = True
     await running
     gc.freeze()  # as it was before: see the tests' `pytest_collection`
+
+
+async def test_named_web_pages_may_ask_from_a_browser_and_no_others() -> None:
+    page, other = "http://localhost:3000", "http://localhost:3001"
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    app = make_app(FixedBackend(), token="right", origins=[page])
+    async with client(app) as http:
+        for origin, status, allowed in ((page, 200, page), (other, 400, None)):
+            asked = await http.options(PATH, headers={"origin": origin, **asks})
+            assert (asked.status_code, asked.headers.get("access-control-allow-origin")) == (status, allowed)
+            refused = await http.post(PATH, content=BODY, headers={**JSON, "origin": origin})
+            assert (refused.status_code, refused.headers.get("access-control-allow-origin")) == (401, allowed)
+    async with client(make_app(FixedBackend())) as http:
+        asked = await http.options(PATH, headers={"origin": page, **asks})
+        assert (asked.status_code, asked.headers.get("access-control-allow-origin")) == (405, None), "off by default"
+
+
+@pytest.mark.parametrize("origin", ["*", "localhost:3000", "https://*.example.org", "https://example.org/path"])
+def test_web_pages_are_named_whole(origin: str, tmp_path: Path) -> None:
+    with pytest.raises(QCFuseError, match="--origins names web pages"):
+        ServerSettings(name="tiny", origins=(origin,)).check(tmp_path)
+    ServerSettings(name="tiny", origins=("http://localhost:3000",)).check(tmp_path)
 
 
 class SlowBackend(FixedBackend):
