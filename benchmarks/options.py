@@ -11,6 +11,7 @@ from typer import Option
 from benchmarks.configurations import split_names
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.options import expand_options
+from qcfuse_rag.engine.config import ModelConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -30,27 +31,20 @@ Repeats = Annotated[int, Option(min=1, help="Rounds of each measurement.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(ModelConfig):
     """The model to measure."""
 
-    model: Annotated[
-        str | None, Option(help="Hugging Face id, folder or GGUF file of the model; by default SmolLM2-135M.")
-    ] = None
-    device: Annotated[str | None, Option(help="Device, such as cpu or cuda:0; by default a GPU if there is one.")] = (
-        None
-    )
-    dtype: Annotated[str | None, Option(help="Data type, such as bfloat16.")] = None
-    weights: Annotated[str, Option(help="Format of weights, see `qcfuse ask --help`.")] = "model"
+    weights: str | None = "model"
 
     def load_model(self) -> LanguageModel:
         """Load the model."""
-        name = self.model or default_model()
-        return LanguageModel.load(name, device=self.device, dtype=self.dtype, weights=self.weights)
+        return LanguageModel.load(self.model or default_model(), **self.load_options())
 
     def load_engine(self, store: KVStore) -> FusionEngine:
         """Load the model with an engine over a store, which keeps no finished prompts."""
-        where: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "weights": self.weights}
-        return FusionEngine.load(self.model or default_model(), store=store, verdict="ignore", prefix_bytes=0, **where)
+        return FusionEngine.load(
+            self.model or default_model(), store=store, verdict="ignore", prefix_bytes=0, **self.load_options()
+        )
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -193,13 +193,12 @@ def _ask(
         needed = list({side.key: side for _, missing in todo for side in missing}.values())
         for cost in prepare(engine, needed, passages).values() if needed else ():
             run.add(("offline", cost.preparation, beside), asdict(cost))
+        limit = engine.lm.context_window.tokens
         for done, (example, missing) in enumerate(todo, start + 1):
-            if missing:
-                question = PendingQuestion.of(engine, example)
-                limit = engine.lm.context_window.tokens
-                if len(question.prompt) + question.answer_tokens > limit:
-                    run.notes.append(f"{example.dataset} {example.id}: its prompt exceeds {limit:,} tokens")
-                    continue
+            question = PendingQuestion.of(engine, example) if missing else None
+            if question is not None and len(question.prompt) + question.answer_tokens > limit:
+                run.notes.append(f"{example.dataset} {example.id}: its prompt exceeds {limit:,} tokens")
+            elif question is not None:
                 others = [side for side in missing if side.label != FULL]
                 if not warm:  # the first passes of a process are slower
                     for side in (chosen[0], *others):

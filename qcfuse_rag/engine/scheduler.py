@@ -27,9 +27,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from typing import Annotated, Self
+
+from annotated_types import Ge, Gt
 
 from qcfuse_rag.background_thread import BackgroundThread
+from qcfuse_rag.declared_options import check_limits
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import Busy, Closed, MisplacedSetting, QCFuseError
@@ -282,20 +285,16 @@ class SchedulerSettings:
         ValueError: if a number is too small.
     """
 
-    active: int = 16
-    waiting: int = 64
-    steps: int = 2
-    rows: int = 512
-    part_s: float = 0.25
-    overtaken: int = 4
+    active: Annotated[int, Ge(1)] = 16
+    waiting: Annotated[int, Ge(1)] = 64
+    steps: Annotated[int, Ge(1)] = 2
+    rows: Annotated[int, Ge(1)] = 512
+    part_s: Annotated[float, Gt(0)] = 0.25
+    overtaken: Annotated[int, Ge(1)] = 4
     kv_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("active", "waiting", "steps", "rows", "overtaken"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.part_s <= 0:
-            raise ValueError(f"part_s must be above 0, got {self.part_s}")
+        check_limits(self)
 
 
 class Scheduler:

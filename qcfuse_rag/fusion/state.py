@@ -144,12 +144,12 @@ class FusedPrompt:
         """The model."""
         return self.runner.lm
 
-    def load(self, outcomes: Sequence[tuple[Span, AdaptedChunk | Miss]], wait_budget: WaitBudget | None = None) -> None:
+    def load(self, outcomes: Sequence[tuple[Span, AdaptedChunk | Miss]], wait_budget: WaitBudget) -> None:
         """Begin to place the chunks that were looked up; missing ones stay unknown.
 
         Args:
             outcomes: the chunk of each segment, or why there is none; see `fusion.lookup`.
-            wait_budget: how long to wait for the store; None waits as long as it takes.
+            wait_budget: how long to wait for the store.
 
         Raises:
             LateMissError: if the runner does not overlap loading with computing and a chunk cannot be read.
@@ -165,7 +165,7 @@ class FusedPrompt:
             self.lm.ropes,
             pending,
             transfer=self.runner.transfers.open(),
-            wait_budget=wait_budget or WaitBudget(None),
+            wait_budget=wait_budget,
         )
         self.buffer = replace(self.buffer, wait_for_layer=self.loader.wait)
         if not self.runner.overlap:

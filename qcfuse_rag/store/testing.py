@@ -73,6 +73,7 @@ class KVStoreTests:
         assert store.get(example_key()) == Miss("absent")
         assert store.open(store.address(example_key())) == Miss("absent")
         assert example_key() not in store
+        assert "no address" not in store
         assert list(store.entries()) == []
         assert store.clear() == 0
 

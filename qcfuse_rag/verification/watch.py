@@ -15,9 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from qcfuse_rag.background_thread import BackgroundThread
+from qcfuse_rag.declared_options import check_limits
 from qcfuse_rag.fusion.method import FixedRatio, Method, Ratio
 from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
 from qcfuse_rag.prompts.segments import Prompt
@@ -83,16 +86,15 @@ class ShadowSettings:
         ValueError: if a setting is out of range.
     """
 
-    every: int = 50
+    every: Annotated[int, Ge(1)] = 50
     limit: float = 0.25
-    window: int = 10
+    window: Annotated[int, Ge(1)] = 10
     on_drift: Literal["report", "raise", "full"] = "report"
-    most_waiting: int = 4
-    answer_tokens: int = 16
+    most_waiting: Annotated[int, Ge(1)] = 4
+    answer_tokens: Annotated[int, Ge(1)] = 16
 
     def __post_init__(self) -> None:
-        if min(self.every, self.window, self.most_waiting, self.answer_tokens) < 1:
-            raise ValueError("every, window, most_waiting and answer_tokens must be at least 1")
+        check_limits(self)
         if self.on_drift not in ("report", "raise", "full"):
             raise ValueError(f"on_drift must be 'report', 'raise' or 'full', got {self.on_drift!r}")
 

@@ -19,6 +19,7 @@ from qcfuse_rag.fusion.method import BreakEven, Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.cost import Costs, PrefillEstimate, measure_loading
+from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.runtime.runner import TransferOpener
 from qcfuse_rag.store.backends.base import EntryInfo
 from qcfuse_rag.store.key import FRAMED
@@ -75,7 +76,7 @@ def test_the_rows_of_a_probe_are_predicted_with_the_history_in_front_of_the_pass
     prompt = engine.prompt(QUESTION, PASSAGES, [("user", QUESTION), ("assistant", "Nobody knows.")])
     fused = FusedPrompt.empty(engine.runner, prompt, len(prompt))
     method = make_method("auto", base=FRAMED, ratio=0.5, exact_first=False, guard=False)
-    fused.load(look_up(engine.lm, engine.store, prompt, method))
+    fused.load(look_up(engine.lm, engine.store, prompt, method), WaitBudget(None))
     rows = fused.probe_rows(suffix=True)
     assert int(rows[0]) < prompt.chunks[0].start, "the history is in front of the passages"
     assert plan_lookups(engine.lm, engine.store, prompt, method).estimate.probe_rows == len(rows)

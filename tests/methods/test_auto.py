@@ -17,6 +17,7 @@ from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS, primer_ids
 from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, PRIMED
 from tests.support import references
@@ -119,11 +120,11 @@ def test_caches_behind_another_primer_have_other_keys(engine: FusionEngine) -> N
 def test_the_first_passage_is_exact_and_the_others_primed(warmed: FusionEngine) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-    fused.load(look_up(warmed.lm, warmed.store, prompt, UNGUARDED))
+    fused.load(look_up(warmed.lm, warmed.store, prompt, UNGUARDED), WaitBudget(None))
     assert [placed.exact for placed in fused.placed_chunks] == [True, False, False]
     without = make_method("auto", exact_first=False)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-    fused.load(look_up(warmed.lm, warmed.store, prompt, without))
+    fused.load(look_up(warmed.lm, warmed.store, prompt, without), WaitBudget(None))
     assert [placed.exact for placed in fused.placed_chunks] == [False, False, False]
 
 
@@ -148,7 +149,7 @@ def test_a_passage_not_primed_yet_is_taken_framed_and_one_not_stored_is_computed
 def test_the_probe_runs_the_question_or_the_suffix(warmed: FusionEngine, rows: str) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-    fused.load(look_up(warmed.lm, warmed.store, prompt, make_method("reuse", base=FRAMED)))
+    fused.load(look_up(warmed.lm, warmed.store, prompt, make_method("reuse", base=FRAMED)), WaitBudget(None))
     probe_rows = fused.probe_rows(suffix=rows == "suffix").tolist()
     assert probe_rows[0] == prompt.chunks[-1].stop
     last = next(span.stop for span in prompt.spans if span.segment.role.value == "question")
@@ -179,7 +180,7 @@ def test_normalized_layers_weigh_the_same(warmed: FusionEngine) -> None:
     scores = {}
     for normalized in (False, True):
         fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-        fused.load(look_up(warmed.lm, warmed.store, prompt, make_method("reuse", base=FRAMED)))
+        fused.load(look_up(warmed.lm, warmed.store, prompt, make_method("reuse", base=FRAMED)), WaitBudget(None))
         scores[normalized] = QuestionProbe(layers="all", normalized=normalized).scores(fused).by_layer
     counted = candidate_positions(recomputable_chunks(fused))
     by_hand = scores[False][:, counted] / scores[False][:, counted].sum(1, keepdim=True)

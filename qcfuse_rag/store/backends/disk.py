@@ -271,7 +271,7 @@ class DiskStore(KVStore):
     def __contains__(self, key: ChunkKey | str) -> bool:
         try:
             exists = self.files.size(address_of(key)) is not None
-        except OSError:
+        except (OSError, ValueError):  # also for text that is no address
             return False
         return exists and (self.ttl_s is None or not isinstance(self.open(address_of(key)), Miss))
 

@@ -374,7 +374,8 @@ class DiskQuota:
     def index_new_files(self) -> tuple[int, list[tuple[str, str]]]:
         """Add every file without a row to the index; return their number, and address and damage of the others."""
         found, damaged = 0, []
-        for address, _ in list(self._files.entries()):
+        indexed = {name for name, *_ in self.index.rows(ENTRY, PINNED, QUARANTINE)}
+        for address in [address for address, _ in self._files.entries() if address not in indexed]:
             with self.index.transact():
                 # Another process may have evicted it.
                 if self.index.get(address) is None and self._files.size(address) is not None:
@@ -383,7 +384,7 @@ class DiskQuota:
                         found += 1
                     else:
                         damaged.append((address, damage))
-        for path in list(self._files.quarantined_entries()):
+        for path in [path for path in self._files.quarantined_entries() if path.name not in indexed]:
             with self.index.transact():
                 if self.index.get(path.name) is None and path.exists():
                     self._index_quarantined(path, "")

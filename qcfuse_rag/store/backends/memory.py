@@ -60,7 +60,8 @@ class MemoryStore(KVStore):
         check_kv_dtype(kv_dtype)
         self.kind = "memory" if torch.device(device).type == "cpu" else device
         self.kv_dtype = kv_dtype
-        self.limit_bytes, self._limit, self.ttl_s = limit_bytes, limit_bytes, ttl_s
+        self.limit_bytes: int = limit_bytes
+        self.ttl_s = ttl_s
         self._device, self._pinned = torch.device(device), pinned
         self._worth = eviction_policy(eviction)
         self._entries: dict[str, MemoryEntry] = {}
@@ -97,13 +98,13 @@ class MemoryStore(KVStore):
             pinned = key.address in self._entries and self._entries[key.address].pinned
             others = (entry for address, entry in self._entries.items() if address != key.address)
             pinned_bytes = sum(entry.usage.size_bytes for entry in others if entry.pinned)
-            if pinned_bytes + size > self._limit:
+            if pinned_bytes + size > self.limit_bytes:
                 raise StoreError(
-                    f"a chunk of {size:,} bytes does not fit a {self.kind} store of {self._limit:,} bytes"
+                    f"a chunk of {size:,} bytes does not fit a {self.kind} store of {self.limit_bytes:,} bytes"
                     + (f", of which {pinned_bytes:,} are pinned" if pinned_bytes else "")
                 )
             self._remove(key.address)
-            while self._size + size > self._limit:
+            while self._size + size > self.limit_bytes:
                 evictable = (address for address, entry in self._entries.items() if not entry.pinned)
                 self._remove(min(evictable, key=lambda address: self._worth(self._entries[address].usage)))
                 self._evicted += 1
@@ -157,7 +158,7 @@ class MemoryStore(KVStore):
     def stats(self) -> list[StoreStats]:
         with self._lock:
             counts = (self._hits, self._misses, self._evicted, self._discarded)
-            return [StoreStats(self.kind, len(self._entries), self._size, self._limit, *counts)]
+            return [StoreStats(self.kind, len(self._entries), self._size, self.limit_bytes, *counts)]
 
     def health(self) -> list[Health]:
         return [Health(self.kind, ok=True)]

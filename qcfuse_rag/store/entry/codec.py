@@ -82,7 +82,6 @@ class Header:
     expires: float | None  # unix time from which on it must not be used, or None
     blocks: tuple[BlockRange, ...]
     start: int  # offset of the first block in the file
-    encrypted: bool
     notes: Mapping[str, Any]
     extras: tuple[str, ...]
 
@@ -141,7 +140,6 @@ def parse_header(fields: Any, start: int, *, encrypted: bool) -> Header:
         expires,
         tuple(blocks),
         start,
-        encrypted,
         notes,
         extras,
     )

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
 from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
@@ -76,7 +77,7 @@ def test_layers_that_have_arrived_are_placed_by_one_launch(
     monkeypatch.setattr("qcfuse_rag.runtime.loading.slab_source.slabs_by_format", lambda chunks, *_: ([], chunks))
     lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-    fused.load(look_up(warmed.lm, warmed.store, prompt, make_method("reuse", base=FRAMED)))
+    fused.load(look_up(warmed.lm, warmed.store, prompt, make_method("reuse", base=FRAMED)), WaitBudget(None))
     for thread in threading.enumerate():
         if thread.name == "qcfuse-loading":
             thread.join(60)
