@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,29 +17,16 @@ from transformers import PreTrainedModel
 
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
 
-GROUP_SIZE = 128
-"""Weights of a row that share a scale in `int4_weight_only`, torchao's default."""
 BLOCK_SIZE = 64
 """Weights that share a scale in `nf4`, the default of bitsandbytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedFormat:
-    """A format of weights: the library that quantises a linear layer in place, and the dtype that it computes in."""
-
-    library: str
-    quantize: Callable[[nn.Linear, torch.device], nn.Module]
-
-
-def _torchao(config_name: str, linear: nn.Linear, device: torch.device, **settings: Any) -> nn.Module:
-    from torchao import quantization
+def _int8(linear: nn.Linear, device: torch.device) -> nn.Module:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     layer = linear.to(device)
     # The library's advice for torch.compile would change settings of the whole process.
-    config = getattr(quantization, config_name)(set_inductor_config=False, **settings)
-    quantization.quantize_(layer, config)
-    if type(layer.weight) is nn.Parameter:  # the library passes over shapes that it does not take
-        raise ValueError(f"it does not take {linear.out_features} x {linear.in_features} numbers")
+    quantize_(layer, Int8WeightOnlyConfig(version=2, set_inductor_config=False))
     return layer
 
 
@@ -69,22 +54,16 @@ def _nf4(linear: nn.Linear, device: torch.device) -> nn.Module:
     return layer.to(device)
 
 
-FORMATS = {
-    "int4_weight_only": QuantizedFormat(
-        "torchao",
-        partial(
-            _torchao,
-            "Int4WeightOnlyConfig",
-            group_size=GROUP_SIZE,
-            int4_packing_format="tile_packed_to_4d",
-            int4_choose_qparams_algorithm="hqq",
-        ),
-    ),
-    "int8_weight_only": QuantizedFormat("torchao", partial(_torchao, "Int8WeightOnlyConfig", version=2)),
-    "float8_weight_only": QuantizedFormat("torchao", partial(_torchao, "Float8WeightOnlyConfig")),
-    "nf4": QuantizedFormat("bitsandbytes", _nf4),
-}
-"""Formats by name: those of torchao's configurations, and that of bitsandbytes."""
+@dataclass(frozen=True, slots=True)
+class QuantizedFormat:
+    """A format of weights: the library that has it, and the function that quantises a linear layer on a device."""
+
+    library: str
+    quantize: Callable[[nn.Linear, torch.device], nn.Module]
+
+
+FORMATS = {"nf4": QuantizedFormat("bitsandbytes", _nf4), "int8_weight_only": QuantizedFormat("torchao", _int8)}
+"""Formats by their library's name; torchao's float8 and int4 were slower than these (`benchmarks/results/gpu.md`)."""
 
 
 def plain_linears(layers: nn.Module) -> dict[str, nn.Linear]:

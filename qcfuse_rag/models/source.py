@@ -50,7 +50,7 @@ def _gguf_option(folder: Path) -> dict[str, Any]:
 
 
 WEIGHT_FORMATS = ("auto", "model", "float16")
-QUANTIZED_FORMATS = ("int4_weight_only", "int8_weight_only", "float8_weight_only", "nf4")
+QUANTIZED_FORMATS = ("nf4", "int8_weight_only")
 """See `models.quantized_weights`."""
 
 

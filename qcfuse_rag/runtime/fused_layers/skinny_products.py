@@ -3,7 +3,7 @@
 A decode step takes as long as reading the weights. Between two kernels the device reads little for some microseconds,
 and a library splits the small products of a few rows into a product and a sum. So queries, keys and values are
 projected by one kernel, and the gates and values of a feed-forward network by another, with the activation between.
-The products that follow these are not split. All is summed in float32. Weights of one byte with a scale a row, as
+The products that follow these are not split. All is summed in float32. Weights in int8 with a scale a row, as
 torchao keeps them, are widened as they are read.
 
 Microseconds for one row of Qwen3-8B's layers in bfloat16 on an H200 (2026-11-26), without early reading:
@@ -43,7 +43,6 @@ MAX_WEIGHTS = 3
 MAX_ELEMENTS = 1 << 31
 """Of a weight, exclusive: kernels count them in 32 bits."""
 DTYPES = (torch.bfloat16, torch.float16)
-SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 COLUMNS, DEPTH, WARPS = 32, 128, 4
 """Columns of a program, channels of a loop iteration, and warps: the fastest of twelve choices for the shapes above,
 without early reading."""
@@ -178,11 +177,11 @@ class StoredWeight(NamedTuple):
 
 
 def stored_weight(weight: Tensor) -> StoredWeight | None:
-    """Return how a weight is stored; None for any format but a plain tensor and torchao's of one byte a number."""
+    """Return how a weight is stored; None for any format but a plain tensor and torchao's int8."""
     if type(weight) in (Tensor, nn.Parameter):
         return StoredWeight(weight, None)
     numbers, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
-    if numbers is None or scale is None or numbers.dtype not in SCALED_DTYPES:
+    if numbers is None or scale is None or numbers.dtype != torch.int8:
         return None
     if numbers.shape != weight.shape or scale.shape != (len(weight), 1):
         return None
