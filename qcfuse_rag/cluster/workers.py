@@ -23,6 +23,7 @@ from qcfuse_rag.engine.config import ModelConfig
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.batches import BatchResult, store_batch, system_prefix
 from qcfuse_rag.ingestion.prefill import Batch, Ids, PrefillTarget
+from qcfuse_rag.library.conversion import Converter
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.files import Unread, find_files, real_path
 from qcfuse_rag.library.readers import PassagesBySource, TextSplitting, collect_passages, try_file
@@ -208,7 +209,8 @@ class ReadWorker:
 
     def __call__(self, rows: Columns) -> Columns:
         """Return the passages of each file, or the reason why it is not read, as JSON."""
-        results = [try_file(Path(file), self._splitting, named=file in self._named) for file in rows["file"]]
+        with Converter() as convert:
+            results = [try_file(Path(f), self._splitting, convert, named=f in self._named) for f in rows["file"]]
         return {"number": rows["number"], "result": np.array([json.dumps(result) for result in results])}
 
 

@@ -86,11 +86,24 @@ class PassageIndex:
         return self.embeddings[[rows[text] for text in texts]]
 
     def search(self, queries: NDArray[np.float32], k: int) -> list[tuple[int, float]]:
-        """Return row and cosine similarity of the `k` passages nearest to any query embedding `[Q, D]`, best first."""
+        """Return row and cosine similarity of the `k` passages nearest to any query embedding `[Q, D]`, best first.
+
+        Passages that differ in nothing but whitespace count once.
+        """
         if not self.passages:
             return []
         similarity = (self.embeddings @ queries.T).max(axis=1)
-        return [(int(row), float(similarity[row])) for row in np.argsort(-similarity, kind="stable")[:k]]
+        rows: dict[str, int] = {}
+        for row in np.argsort(-similarity, kind="stable"):
+            if len(rows) >= k:
+                break
+            rows.setdefault(" ".join(self.passages[row].text.split()), int(row))
+        return [(row, float(similarity[row])) for row in rows.values()]
+
+    def sources_of(self, text: str) -> list[str]:
+        """Return the sources of all passages that differ from a text in nothing but whitespace."""
+        words = text.split()
+        return list(dict.fromkeys(passage.source for passage in self.passages if passage.text.split() == words))
 
     def save(self, folder: Path) -> None:
         """Write to a folder, readable by its owner only; readers see the old index or the new one, whole.

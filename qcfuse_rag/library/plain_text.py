@@ -37,7 +37,7 @@ def decode_text(data: bytes) -> str:
         if data.startswith(mark):
             return _without_nul(_decode(data[len(mark) :], encoding))
     if b"\0" in data:
-        return _without_nul(_decode(data, _detect(data[:SAMPLE])))
+        return _without_nul(_decode(data, _detect(data[:SAMPLE]), "not text"))
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -54,13 +54,6 @@ def is_unicode_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return "\0" not in text
-
-
-def content_type(data: bytes) -> str:
-    """Return the MIME type of a file by its first bytes, `application/octet-stream` if it is not known."""
-    from chardet import detect
-
-    return detect(data)["mime_type"] or "application/octet-stream"
 
 
 def _detect(sample: bytes) -> str | None:
@@ -84,13 +77,13 @@ def _usual(text: str) -> float:
     return usual + sum(map(str.isascii, text)) / len(text) if usual > 0.9 else 0.0
 
 
-def _decode(data: bytes, encoding: str | None) -> str:
+def _decode(data: bytes, encoding: str | None, if_wrong: str = UNDECODABLE) -> str:
     if encoding is None:
         raise UnreadableFile("not text")
     try:
         return data.decode(encoding)
     except (UnicodeDecodeError, LookupError) as error:
-        raise UnreadableFile(UNDECODABLE) from error
+        raise UnreadableFile(if_wrong) from error
 
 
 def _is_damaged_utf8(data: bytes) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.library.conversion import CONVERTED, Converter, conversion_of
 from qcfuse_rag.library.files import Unread, add_unread, find_files, real_path, unreadable
 from qcfuse_rag.library.plain_text import UnreadableFile, decode_text, is_unicode_text
 
@@ -75,17 +76,18 @@ def read_passages(
     files = find_files(named, skip, unread)
     splitting = TextSplitting(tokenizer, max_tokens)
     read_files: list[PassagesBySource | str] = []
-    for file in files:
-        read_files.append(try_file(file, splitting, named=file in named))
-        if progress is not None:
-            progress(len(read_files), len(files))
+    with Converter() as convert:
+        for file in files:
+            read_files.append(try_file(file, splitting, convert, named=file in named))
+            if progress is not None:
+                progress(len(read_files), len(files))
     return collect_passages(zip(files, read_files, strict=True), named, unread)
 
 
-def try_file(path: Path, splitting: TextSplitting, *, named: bool) -> PassagesBySource | str:
+def try_file(path: Path, splitting: TextSplitting, convert: Converter, *, named: bool) -> PassagesBySource | str:
     """Return the passages of a file by their source, or the reason why it is not read."""
     try:
-        return _read_file(path, splitting, None if named else MOST_TEXT_BYTES)
+        return _read_file(path, splitting, convert, None if named else MOST_TEXT_BYTES)
     except UnreadableFile as error:
         return str(error)
 
@@ -139,8 +141,8 @@ def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
 
 
 def is_markdown(name: str) -> bool:
-    """Return whether a document is Markdown, by its name."""
-    return Path(name).suffix.lower() in MARKDOWN_ENDINGS
+    """Return whether a document is Markdown or is read as such, by its name."""
+    return Path(name).suffix.lower() in MARKDOWN_ENDINGS | CONVERTED
 
 
 class TextSplitting:
@@ -189,13 +191,15 @@ def _import_splitters() -> tuple[Any, Any]:
     return TextSplitter, MarkdownSplitter
 
 
-def _read_file(path: Path, splitting: TextSplitting, most_bytes: int | None) -> PassagesBySource:
+def _read_file(path: Path, splitting: TextSplitting, convert: Converter, most_bytes: int | None) -> PassagesBySource:
     """Return the passages of a file by their source; of text with more than `most_bytes`, the file is not read."""
     name = str(real_path(path))
     if not is_unicode_text(name):
         raise UnreadableFile("named in bytes that are not UTF-8; rename them")
     lines = path.suffix.lower() in JSON_LINES
     try:
+        if (kind := conversion_of(path)) is not None:
+            return {name: splitting.split(convert.markdown(path, kind), markdown=True)}
         if most_bytes is not None and not lines and path.stat().st_size > most_bytes:
             raise UnreadableFile(f"larger than {most_bytes >> 20} MB; name the file to read it")
         text = decode_text(path.read_bytes())

@@ -27,6 +27,7 @@ class LibraryAnswer:
 
     passages: list[RetrievedPassage]
     names: list[str]
+    places: list[str]
     prompt: Prompt
     stream: TextStream
     reader: ResponseReader
@@ -44,8 +45,8 @@ class LibraryAnswer:
 
     @property
     def sources(self) -> list[str]:
-        """The short names of the retrieved documents, best first."""
-        return list(dict.fromkeys(self.names))
+        """The short names of all documents with the retrieved passages, best first, each with its page or heading."""
+        return list(dict.fromkeys(self.places))
 
     def to_dict(self, question: str) -> dict[str, Any]:
         """Wait for the answer and return it with its documents as JSON-compatible data, each fact once."""
@@ -87,7 +88,8 @@ class LibrarySession:
         params = SamplingParams(max_new_tokens=max_new_tokens, fidelity=self.fidelity)
         stream = self.engine.stream(prompt, text.sampling(params, tokenizer))
         reader = ResponseReader(tokenizer, text, prompt)
-        return LibraryAnswer(passages, self.retriever.short_names(passages), prompt, stream, reader)
+        names = self.retriever.short_names(passages)
+        return LibraryAnswer(passages, names, self.retriever.places(passages), prompt, stream, reader)
 
     def write_page(self, answer: LibraryAnswer, path: Path) -> None:
         """Wait for an answer and write the page that explains it; only its owner can read the page."""

@@ -83,3 +83,20 @@ def test_no_question_takes_long_to_embed(found: Retriever, monkeypatch: pytest.M
         [passage] = found.retrieve(question * 400_000, 1, after=after)
         assert passage.source == "mill.md"
     assert max(embedded) == QUERY_CHARACTERS
+
+
+def test_copies_count_once_and_are_all_named(embed: Embedder, tmp_path: Path) -> None:
+    """Also with other ends of lines, and where one document repeats itself."""
+    ferry = TEXTS["ferry.md"]
+    documents = {f"/d/copy{number}.md": [f"# Trips\r\n{ferry}"] for number in range(3)}
+    documents |= {"/d/unix.md": [f"# Trips\n{ferry}"], "/d/again.txt": ["The mill, the mill."] * 5}
+    documents |= {f"/d/{name}": [text] for name, text in TEXTS.items()}
+    index = PassageIndex(DEFAULT_EMBEDDER)
+    index.replace(documents, embed([text for texts in documents.values() for text in texts]))
+    index.save(tmp_path)
+    found = Retriever(tmp_path)
+    for after in (None, REMOTE):
+        passages = found.retrieve("How long does the ferry take, and the mill?", 4, after=after)
+        assert len({" ".join(passage.text.split()) for passage in passages}) == 4
+    [best] = found.retrieve(f"# Trips {ferry}", 1)
+    assert found.places([best]) == ["copy0.md (Trips)", "copy1.md", "copy2.md", "unix.md"]
