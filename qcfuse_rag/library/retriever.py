@@ -94,6 +94,16 @@ class Retriever:
             for passage in passages
         ]
 
+    def places(self, passages: Iterable[RetrievedPassage]) -> list[str]:
+        """Return for people where retrieved passages stand: each document that has one, and its page or heading."""
+        places: list[str] = []
+        for passage in passages:
+            copies = [IndexedPassage(source, passage.text) for source in self.index.sources_of(passage.text)]
+            title = f" ({passage.title})" if passage.title else ""
+            names = zip(copies, self.short_names(copies), strict=True)
+            places += [name + title * (copy.source == passage.source) for copy, name in names]
+        return places
+
 
 def _title(passages: Sequence[IndexedPassage], row: int) -> str | None:
     """Return the first heading of a passage, or the last heading before it in its document."""
