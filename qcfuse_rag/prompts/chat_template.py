@@ -181,11 +181,12 @@ class ChatTemplate:
         calls = [{"type": "function", "id": "123456789", "function": function}]
         result = {"role": "tool", "name": "f", "tool_call_id": "123456789", "content": "."}
         tool = {"type": "function", "function": {"name": "f", "description": ".", "parameters": {"type": "object"}}}
-        for turns in (
+        conversations: tuple[list[dict[str, Any]], ...] = (
             [user, answer, user],
             [{"role": "system", "content": "."}, user],
             [user, {**answer, "content": "", "tool_calls": calls}, result],
-        ):
+        )
+        for turns in conversations:
             for tools in ([], [tool]):
                 with suppress(TemplateError):
                     yield self._apply(turns, tools, self._kwargs)

@@ -100,8 +100,8 @@ def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
         deepest = max(error.errors(include_input=False, include_url=False), key=lambda detail: len(detail["loc"]))
         if deepest["type"] == "json_invalid":
             raise InvalidSetting(f"the body is not JSON: {deepest['ctx']['error']}", code="invalid_json") from error
-        field, kind = ".".join(map(str, deepest["loc"])), deepest["type"]
-        code = "invalid_type" if kind.endswith("_type") else PYDANTIC_CODES.get(kind, "invalid_value")
+        field, fault = ".".join(map(str, deepest["loc"])), deepest["type"]
+        code = "invalid_type" if fault.endswith("_type") else PYDANTIC_CODES.get(fault, "invalid_value")
         raise InvalidSetting(f"{field or 'the body'}: {deepest['msg']}", field or None, code) from error
 
 
