@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import IndexedPassage, PassageIndex, RetrievalLog, embedder_source
 
-HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
+HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.+?)[ \t\r#]*$", re.MULTILINE)
 """Matches a Markdown heading."""
 
 QUERY_CHARACTERS = 20_000
