@@ -74,14 +74,14 @@ def served_model_id(model: str) -> str:
 def _serve_in_process(
     library: Path, config: EngineConfig, options: ServeOptions, settings: LibrarySettings, server: ServerSettings
 ) -> None:
-    from qcfuse_rag.server.serve import LibraryServer, prepare_engine
+    from qcfuse_rag.server.serve import LibraryServer
 
     listener = server.listen()
     with open_library_store(library, remote=options.remote, memory_bytes=int(options.memory_gb * 1e9)) as store:
         engine = open_engine(store, config, settings)
         print_verdict_note(engine)
         with status("warming up"):
-            prepare_engine(engine, server.fidelity)
+            engine.compile()
         running = LibraryServer(engine, library, server)
         for note in running.notes():
             print_note("note:", note)

@@ -40,7 +40,7 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Parts, Prefilled, answer_room
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.completion import TokenLogprob
-from qcfuse_rag.generation.decoding import Decoder, Generation, HealingDecoder, make_decoder
+from qcfuse_rag.generation.decoding import Decoder, ExactDecoder, Generation, make_decoder
 from qcfuse_rag.generation.sampling import Sampler
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
@@ -311,7 +311,7 @@ class Scheduler:
         self._active: list[_RunningRequest] = []
         self._changed = threading.Condition()
         self._closed = False
-        self._turn, self._saved_s = 0, 0.0
+        self._turn = 0
         close = partial(self.close, drain=False)
         self._thread = BackgroundThread(self._run, name="qcfuse-scheduler", close=close)
 
@@ -502,40 +502,20 @@ class Scheduler:
             decoder.take_logits(request_logits)
 
     def _heal(self, requests: list[_RunningRequest]) -> None:
-        """Heal one of several requests, in turns, by a pass between two steps.
-
-        Answers that are held back come first; their passes make the others wait, as a prefill does. Another answer is
-        healed once the time of its pass has been saved up from the share by which steps may be slower.
-        """
+        """Heal one of the answers that are held back, in turns, by a pass between two steps; the others wait for it."""
         healing = [
             (request, request.decoder)
             for request in requests
-            if isinstance(request.decoder, HealingDecoder) and request.decoder.needs_healing
+            if isinstance(request.decoder, ExactDecoder) and request.decoder.holds_back
         ]
         if not healing:
             return
-        healing = [pair for pair in healing if pair[1].holds_back] or healing
         request, decoder = healing[self._turn % len(healing)]
+        self._turn += 1
         try:
-            rows = self._settings.rows if decoder.holds_back else self._affordable_rows(request)
-            if rows:
-                self._turn += 1
-                decoder.heal(rows)
+            decoder.heal(self._settings.rows)
         except Exception as error:
             request.fail(error)
-
-    def _affordable_rows(self, request: _RunningRequest) -> int:
-        """Save up the time by which this step may be slower; return the rows of a pass if that pays for one, else 0.
-
-        The pass has so many rows that they take about as long as reading the weights for them.
-        """
-        costs = self._engine.runner.step_costs()
-        rows = min(self._settings.rows, costs.rows_like_a_step)
-        self._saved_s = min(self._saved_s + request.params.slowdown * costs.step_s, costs.pass_s(rows))
-        if self._saved_s < costs.pass_s(rows):
-            return 0
-        self._saved_s = 0.0
-        return rows
 
 
 AnswerRequest = Callable[[FusionEngine], tuple[Prompt, SamplingParams]]

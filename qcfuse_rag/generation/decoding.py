@@ -1,10 +1,9 @@
-"""Continue a prefilled prompt token by token, in one of three ways: `fast`, `heal` or `exact`.
+"""Continue a prefilled prompt token by token, in one of two ways: `fast` or `exact`.
 
-`fast` decodes over the fused cache; the rows of candidates for the next tokens are computed beside steps.
-`heal` computes the rest of the prompt beside the steps. `exact` drafts tokens on the fused
-cache while it is healed, and holds them back. When the prompt is healed, one pass verifies the draft. Its agreeing
-beginning becomes the answer, which goes on over the exact cache. An answer that is sampled, has penalties or follows a
-grammar is not drafted: its first token comes when the prompt is healed.
+`fast` decodes over the fused cache; the rows of candidates for the next tokens are computed beside steps. `exact`
+drafts tokens on the fused cache while it is healed, and holds them back. When the prompt is healed, one pass verifies
+the draft. Its agreeing beginning becomes the answer, which goes on over the exact cache. An answer that is sampled, has
+penalties or follows a grammar is not drafted: its first token comes when the prompt is healed.
 
 Prompt lookup decoding (Saxena, 2023) guesses an answer's next tokens from what followed its last tokens before. One
 pass computes the row of the last token and those of some candidates after it. A budget limits the candidates: each step
@@ -104,8 +103,6 @@ LOG = logging.getLogger(__name__)
 
 DRAFT_TOKENS = 32
 """Most tokens that `exact` drafts before it verifies them; VeriCache drafts 25 to 40."""
-ATTENDED = 0.2
-"""Share of the reused tokens that `heal` computes in the order of the answer's attention, before the rest in order."""
 ROWS_PER_PASS = 256
 """Rows of a pass that only heals: between two of them a request can be cancelled."""
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
@@ -153,7 +150,7 @@ class Generation:
         ids: its tokens, the end token included.
         finish_reason: `end` for an end token, `stop` for a stop string, `length` for the token limit, or `cancelled`.
         decode_s: seconds from the first token's logits to the last token; of a stream, from the first read on.
-        healing: what healing did; None for answers that are not healed.
+        healing: what healing did for `exact`; None for `fast`.
         logprobs: of the tokens, one for each id; None if the request asked for none.
         passes: number of decode passes, see `Decoder`; fewer than tokens where candidates were right.
     """
@@ -202,7 +199,7 @@ class Generation:
 
 def make_decoder(runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> Decoder:
     """Return the decoder for the fidelity that a request asks for."""
-    kind = {"fast": Decoder, "heal": HealingDecoder, "exact": ExactDecoder}[params.fidelity]
+    kind = ExactDecoder if params.fidelity == "exact" else Decoder
     return kind(runner, prefilled, params, sampler)
 
 
@@ -332,21 +329,23 @@ class Decoder:
             self._logprobs.append(token_logprob(logits, token, self._params.logprobs))
 
 
-class HealingDecoder(Decoder):
-    """Decodes one answer and heals the prompt beside the steps, as far as that slows no token much."""
+class ExactDecoder(Decoder):
+    """Drafts an answer while the prompt is healed, and verifies it before any of it is shown."""
 
     def __init__(self, runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> None:
         super().__init__(runner, prefilled, params, sampler)
-        attended = ATTENDED if params.fidelity == "heal" else 0.0
         mask = None  # of full prefill's greedy tokens, by a state of its own in the grammar of the answer
         if params.grammar is not None:
             mask = Constraint(runner.lm.grammar_vocabulary, params.grammar).mask_after
-        self._healing = Healing(runner, prefilled, attended, mask=mask)
+        self._healing = Healing(runner, prefilled, mask)
         self._reason: str | None = None
-        self._rows, self._interval = 0, 1
-        self._left = len(prefilled.prompt) - prefilled.exact_tokens
-        if self._left:
-            self._set_pace()
+        self._verified_text = ""
+        self._drafted = self._accepted = 0
+        left = len(prefilled.prompt) - prefilled.exact_tokens
+        self._rows_beside_step = math.ceil(left / DRAFT_TOKENS)
+        self.holds_back = left > 0
+        if self._draft_is_complete:
+            self._logits = None
 
     @property
     def buffer(self) -> KVBuffer:
@@ -354,9 +353,9 @@ class HealingDecoder(Decoder):
         return self._healing.buffer
 
     @property
-    def needs_healing(self) -> bool:
-        """Whether there are rows to heal, beside the steps or instead of them, or a draft to verify."""
-        return self._rows > 0 and not self._healing.prefix_is_exact(self.completion.ids)
+    def needs_step(self) -> bool:
+        """Whether the next pass computes the last token's row; False while a finished draft waits for verification."""
+        return super().needs_step and not self._draft_is_complete
 
     @property
     def verified_upto(self) -> int | None:
@@ -365,19 +364,24 @@ class HealingDecoder(Decoder):
             return None
         return self._healing.verified(self.completion.ids)
 
+    def choose(self) -> str:
+        """Choose the next token, if its logits are there; return the text that is now certain, often empty."""
+        text, self._verified_text = self._verified_text, ""
+        piece = super().choose()
+        return text if self.holds_back else text + piece
+
     def compute(self) -> None:
-        """Compute the last token's row, with rows to heal; or heal, if no row comes next."""
-        if not self.needs_step:
+        """Compute the last token's row, of a draft beside rows to heal; or heal, if no row comes next."""
+        if not self.holds_back:
+            super().compute()
+        elif not self.needs_step:
             self.heal(ROWS_PER_PASS)
-            return
-        if self.needs_healing and (len(self.completion.ids) - 1) % self._interval == 0:
+        else:
             try:
-                self._logits = self._healing.step(self.completion.ids, self._rows_beside_step())
+                self._logits = self._healing.step(self.completion.ids, self._rows_beside_step)
                 self.passes += 1
             except Exception as error:
                 self._survive(error)
-        if self.needs_step:
-            super().compute()
 
     def take_logits(self, logits: Tensor) -> None:
         """Take the logits after the last token from a decode step that healed nothing."""
@@ -385,73 +389,14 @@ class HealingDecoder(Decoder):
         self._healing.note_step(self.completion.ids, logits)
 
     def heal(self, rows: int) -> None:
-        """Heal at most so many rows in a pass of their own; or verify a finished draft, if the prompt is healed."""
+        """Heal at most so many rows in a pass of their own; or verify the draft, if the prompt is healed."""
         try:
-            self._heal(rows)
+            if self._healing.prompt_left:
+                self._healing.advance(rows)  # the rows of a draft belong to its verification
+            else:
+                self._verify()
         except Exception as error:
             self._survive(error)
-
-    def healing_report(self) -> HealingReport | None:
-        """Return what healing did so far."""
-        length = len(self._prefilled.prompt)
-        exact, reason = min(self._healing.healed, length), self._reason
-        if reason is None and self._healing.prompt_left:
-            reason = f"the answer ended when {exact:,} of {length:,} prompt tokens were exact"
-        return HealingReport(self._params.fidelity, length, exact, self.verified_upto, reason=reason)
-
-    def _exact_positions(self) -> int:
-        return self._healing.healed
-
-    def _set_pace(self) -> None:
-        try:
-            pace = self._runner.step_costs().pace(self._params.slowdown)
-        except Exception as error:
-            self._reason = f"nothing was healed: its costs could not be measured: {error}"
-            return
-        if pace is None:
-            self._reason = "nothing was healed: no token may take longer, since `slowdown` is 0"
-        else:
-            self._rows, self._interval = pace.rows, pace.interval
-
-    def _rows_beside_step(self) -> int:
-        # After the prompt at least two for each step, because each step adds one row.
-        return self._rows if self._healing.prompt_left else max(self._rows, 2 * self._interval)
-
-    def _heal(self, rows: int) -> None:
-        self._healing.advance(self.completion.ids, rows)
-
-    def _survive(self, error: Exception) -> None:
-        LOG.warning("healing failed", exc_info=error)
-        traceback.clear_frames(error.__traceback__)
-        self._reason, self._rows = f"healing failed: {error}", 0
-
-
-class ExactDecoder(HealingDecoder):
-    """Drafts an answer while the prompt is healed, and verifies it before any of it is shown."""
-
-    def __init__(self, runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> None:
-        super().__init__(runner, prefilled, params, sampler)
-        self._verified_text = ""
-        self._drafted = self._accepted = 0
-        self.holds_back = self._left > 0
-        if self._draft_is_complete:
-            self._logits = None
-
-    @property
-    def needs_step(self) -> bool:
-        """Whether the next pass computes the last token's row; False while a finished draft waits for verification."""
-        return super().needs_step and not self._draft_is_complete
-
-    @property
-    def needs_healing(self) -> bool:
-        """Whether there are rows to heal, beside the steps or instead of them, or a draft to verify."""
-        return self.holds_back or super().needs_healing
-
-    def choose(self) -> str:
-        """Choose the next token, if its logits are there; return the text that is now certain, often empty."""
-        text, self._verified_text = self._verified_text, ""
-        piece = super().choose()
-        return text if self.holds_back else text + piece
 
     def cancel(self) -> str:
         """End the answer and drop a draft; return the text that was certain and not yet returned."""
@@ -461,8 +406,15 @@ class ExactDecoder(HealingDecoder):
 
     def healing_report(self) -> HealingReport | None:
         """Return what healing did so far."""
-        report = super().healing_report()
-        return None if report is None else replace(report, drafted=self._drafted, accepted=self._accepted)
+        length = len(self._prefilled.prompt)
+        exact, reason = min(self._healing.healed, length), self._reason
+        if reason is None and self._healing.prompt_left:
+            reason = f"the answer ended when {exact:,} of {length:,} prompt tokens were exact"
+        drafted, accepted = self._drafted, self._accepted
+        return HealingReport(self._params.fidelity, length, exact, self.verified_upto, drafted, accepted, reason)
+
+    def _exact_positions(self) -> int:
+        return self._healing.healed
 
     @property
     def _draft_is_complete(self) -> bool:
@@ -472,20 +424,6 @@ class ExactDecoder(HealingDecoder):
             return True
         drafted = len(self.completion.ids) >= DRAFT_TOKENS or self.completion.finish_reason is not None
         return drafted or not self._healing.prompt_left
-
-    def _set_pace(self) -> None:
-        self._rows = math.ceil(self._left / DRAFT_TOKENS)
-
-    def _rows_beside_step(self) -> int:
-        return min(self._rows, self._healing.prompt_left) if self.holds_back else super()._rows_beside_step()
-
-    def _heal(self, rows: int) -> None:
-        if not self.holds_back:
-            super()._heal(rows)
-        elif self._healing.prompt_left:
-            self._healing.advance([], rows)  # the rows of a draft belong to its verification
-        else:
-            self._verify()
 
     def _verify(self) -> None:
         draft = self.completion.ids
@@ -507,11 +445,12 @@ class ExactDecoder(HealingDecoder):
         self.completion = Completion(self._runner.lm, self._params)
 
     def _survive(self, error: Exception) -> None:
-        """Stop healing after an error; compute the prompt of a draft in full, since its answer has to be exact."""
-        super()._survive(error)
-        if self.holds_back:
-            self._drop_draft()
-            self._logits = self._healing.restart()
+        """Compute the prompt of a draft in full after an error, since its answer has to be exact."""
+        LOG.warning("healing failed", exc_info=error)
+        traceback.clear_frames(error.__traceback__)
+        self._reason = f"healing failed: {error}"
+        self._drop_draft()
+        self._logits = self._healing.restart()
 
 
 class TextStream(Iterator[str]):

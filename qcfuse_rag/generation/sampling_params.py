@@ -10,12 +10,11 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from qcfuse_rag.declared_options import check_limits
 
-Fidelity = Literal["fast", "heal", "exact"]
+Fidelity = Literal["fast", "exact"]
 """How closely an answer follows full prefill's.
 
-`fast` decodes over the fused cache as it is. `heal` recomputes the rest of the prompt while the answer is written, as
-far as that slows no token much, so later tokens are nearer to full prefill's. `exact` shows no text before the prompt
-is recomputed and the text is verified: a greedy answer is full prefill's, token for token.
+`fast` decodes over the fused cache as it is. `exact` shows no text before the prompt is recomputed and the text is
+verified: a greedy answer is full prefill's, token for token.
 """
 
 SAMPLING_SETTINGS = (
@@ -52,11 +51,9 @@ class SamplingParams:
             tool calls; `generation.response_format` reads such text. The end token is never part of it.
         seed: Of the random numbers; None takes a new seed each time.
         grammar: That the answer has to follow, see `generation.sampling`; None for any text.
-        fidelity: fast: answer over the reused caches; heal: also recompute the rest while the answer is written, which
-            slows it by at most 10 %; exact: show nothing before it is full prefill's greedy answer. An answer that is
-            sampled or has penalties or biases cannot be verified: exact then recomputes the prompt before the first
-            token.
-        slowdown: Most that `heal` may slow an answer's tokens on average, as a share of their time; 0.1 is 10 %.
+        fidelity: fast: answer over the reused caches; exact: show nothing before it is full prefill's greedy answer.
+            An answer that is sampled or has penalties or biases cannot be verified: exact then recomputes the prompt
+            before the first token.
         logprobs: How many of the likeliest tokens to report for every token of the answer, beside the token itself, see
             `generation.completion`; None reports nothing.
         prompt_lookup_num_tokens: Most candidates for the next tokens, see `generation.prompt_lookup`; None chooses
@@ -77,7 +74,6 @@ class SamplingParams:
     seed: Annotated[int | None, Ge(-(2**63)), Lt(2**63)] = None
     grammar: str | None = None
     fidelity: Fidelity = "fast"
-    slowdown: Annotated[float, Ge(0)] = 0.1
     logprobs: Annotated[int | None, Ge(0)] = None
     prompt_lookup_num_tokens: Annotated[int | None, Ge(0)] = None
 
@@ -87,7 +83,7 @@ class SamplingParams:
         if not all(map(math.isfinite, numbers)):
             raise ValueError("presence_penalty, frequency_penalty and logit_bias must be finite numbers")
         if self.fidelity not in get_args(Fidelity):
-            raise ValueError(f"fidelity must be fast, heal or exact, got {self.fidelity!r}")
+            raise ValueError(f"fidelity must be fast or exact, got {self.fidelity!r}")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop must be a sequence of non-empty strings, got {self.stop!r}")
 

@@ -1,12 +1,11 @@
-"""What passes, steps and loading cost on this machine: six coefficients that predict a prefill, and their measuring."""
+"""What passes and loading cost on this machine: six coefficients that predict a prefill, and their measuring."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,10 +21,9 @@ from qcfuse_rag.errors import CorruptEntry, QCFuseError
 from qcfuse_rag.models.cpu_weights import processor_name
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.attention.dispatch import dense_attention_name
-from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import fastest_s, timed
 from qcfuse_rag.runtime.forward import forward_rows
-from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
+from qcfuse_rag.runtime.graphs.runners import PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, WaitBudget, call_with_timeout
@@ -377,110 +375,3 @@ def _load_once(
         readable = [chunk for start, chunk in zip(starts, chunks, strict=True) if start not in late.misses]
         return _load_once(lm, readable, transfer, memory, held) if readable else None
     return LoadTimes((copy_s + load_s) / ends[-1], load_s / ends[-1])
-
-
-STEP_CONTEXT = 1024
-"""Length of the prompt that decode steps are measured over."""
-STEP_ROWS = {"cpu": (8, 64), "cuda": (32, 256)}
-"""Rows beside a measured step, by device; the difference of both is the cost of more rows."""
-MOST_ROWS = 512
-"""Most rows beside a step: where more rows measure no slower, the measurement says nothing of many more."""
-
-
-class HealingPace(NamedTuple):
-    """How many rows to heal beside a step, and the steps from one that heals to the next; 1 heals beside each."""
-
-    rows: int
-    interval: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """Costs in seconds for healing: a decode step with `R` further rows takes `step_s + extra_s + R row_s`.
-
-    Attributes:
-        step_s: a decode step alone.
-        extra_s: the cost of any further rows; products of one row are faster than those of two.
-        row_s: the cost of each further row.
-    """
-
-    step_s: float
-    extra_s: float
-    row_s: float
-
-    @property
-    def rows_like_a_step(self) -> int:
-        """Number of further rows that take about as long as a step, which reads the weights; 1 to `MOST_ROWS`."""
-        return min(MOST_ROWS, max(1, round(self.step_s / self.row_s)))
-
-    def pass_s(self, rows: int) -> float:
-        """Predict the seconds of a step with further rows."""
-        return self.step_s + self.extra_s + rows * self.row_s
-
-    def rows_beside(self, slowdown: float) -> int:
-        """Return how many rows fit beside a step that may take this share longer.
-
-        A power of two up to `MOST_ROWS`, or 0: measurements vary from one process to the next, powers of two vary less.
-        """
-        rows = int((slowdown * self.step_s - self.extra_s) / self.row_s)
-        return min(MOST_ROWS, 1 << (rows.bit_length() - 1)) if rows > 0 else 0
-
-    def pace(self, slowdown: float) -> HealingPace | None:
-        """Return how many rows to heal, and in which steps, so that steps take at most this share longer on average.
-
-        Where no row fits beside every step, a pass has so many rows that they take about as long as a step. None if
-        steps may take no longer.
-        """
-        if rows := self.rows_beside(slowdown):
-            return HealingPace(rows, 1)
-        if slowdown <= 0:
-            return None
-        rows = self.rows_like_a_step
-        return HealingPace(rows, math.ceil((self.extra_s + rows * self.row_s) / (slowdown * self.step_s)))
-
-
-class MeasuredStepCosts:
-    """The costs of a model's steps on this machine; call the object to get them.
-
-    The first call measures them, and the first call after passes or steps are recorded. Safe to call from several
-    threads.
-    """
-
-    def __init__(self, lm: LanguageModel, prefills: PrefillRunner, decodes: DecodeRunner) -> None:
-        self._lm, self._prefills, self._decodes = lm, prefills, decodes
-        self._costs: StepCosts | None = None
-        self._recorded = (False, False)
-        self._lock = threading.Lock()
-
-    def __call__(self) -> StepCosts:
-        """Return the costs."""
-        with self._lock:
-            recorded = (self._prefills.refusal is None, self._decodes.refusal is None)
-            if self._costs is None or recorded != self._recorded:
-                self._costs, self._recorded = self._measure(), recorded
-            return self._costs
-
-    @torch.inference_mode()
-    def _measure(self) -> StepCosts:
-        lm = self._lm
-        length = min(STEP_CONTEXT, lm.context_window.tokens)
-        few, many = STEP_ROWS.get(lm.device.type, STEP_ROWS["cpu"])
-        few, many = min(few, length // 4), min(many, length // 2)
-        buffer = lm.empty_buffer(length)
-        for tensor in (*buffer.keys, *buffer.values):
-            tensor.zero_()
-
-        def seconds(work: Callable[[], object]) -> float:
-            work()  # pays for one-time setup
-            return fastest_s(lm.device, work, SAMPLES)
-
-        step_s = seconds(lambda: self._decodes([0], [length - 1], [buffer]))
-        few_s, many_s = (seconds(partial(self._step_beside, rows, length, buffer)) for rows in (few, many))
-        row_s = max(many_s - few_s, 1e-9) / max(1, many - few)
-        return StepCosts(step_s, max(0.0, few_s - few * row_s - step_s), row_s)
-
-    def _step_beside(self, rows: int, length: int, buffer: KVBuffer) -> None:
-        start = (length - rows) // 2
-        positions = torch.tensor([*range(start, start + rows), length - 1])
-        plan = RowsPlan.of(positions, self._lm.sliding, device=self._lm.device)
-        self._prefills.logits(torch.zeros_like(plan.rows), plan, buffer)

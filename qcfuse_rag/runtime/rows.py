@@ -96,12 +96,11 @@ class RowsPlan:
         *,
         device: torch.device | None = None,
         visible: Sequence[Tensor | None] | None = None,
-        observe: Observer | None = None,
     ) -> RowsPlan:
         """Plan a pass over `[R]` int64 ascending rows, not empty; the host waits for them unless on the CPU."""
         on_device = rows if device is None else to_device(rows, device)
         host = rows if rows.device.type == "cpu" else None
-        return cls(on_device, int(rows[-1]) + 1, visible, observe, windows, host)
+        return cls(on_device, int(rows[-1]) + 1, visible, None, windows, host)
 
     @classmethod
     def between(

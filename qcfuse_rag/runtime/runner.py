@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qcfuse_rag.runtime.buffer import SPARE_BYTES, BufferPool, KVBuffer
-from qcfuse_rag.runtime.cost import MeasuredCosts, MeasuredStepCosts
+from qcfuse_rag.runtime.cost import MeasuredCosts
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -63,7 +63,6 @@ class ModelRunner:
         prefills: computes rows of a prompt.
         decodes: computes the next token's row of one or several requests.
         costs: the measured costs of passes and loading, which a method's guard uses.
-        step_costs: the measured costs of decode steps with further rows, which healing uses.
         pool: provides buffers in host memory, or None.
         free_memory: called if a device has no memory for a request's buffer, which is then allocated again; None if
             nothing can be freed.
@@ -91,7 +90,6 @@ class ModelRunner:
         self.decodes = DecodeRunner(lm, candidate_views=lambda _: lm.views)
         self.transfers = TransferOpener(lm)
         self.costs = MeasuredCosts(lm, store, self.prefills, self.transfers)
-        self.step_costs = MeasuredStepCosts(lm, self.prefills, self.decodes)
         self.pool = BufferPool(max_spare_bytes) if max_spare_bytes else None
         self.free_memory: Callable[[], None] | None = None
         kernels_available(lm.device, lm.dtype, lm.widest_head)

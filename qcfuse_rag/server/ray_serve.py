@@ -40,7 +40,6 @@ from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Event, Queued
 from qcfuse_rag.server.protocol.failures import Failure
 from qcfuse_rag.server.protocol.generation_request import MAX_ANSWERS, CompletionRequest, GenerationRequest
-from qcfuse_rag.server.serve import prepare_engine
 from qcfuse_rag.store.factory import open_store
 
 CHOICES = 2
@@ -177,7 +176,7 @@ class EngineReplica:
         model = {"model": replica.model, **replica.load_options()}
         config = replace(deployment.config, verdict="ignore", compiled=False, **model)
         engine = FusionEngine.load(config, store=open_store(**replica.store), method=deployment.method)
-        prepare_engine(engine, deployment.fidelity)
+        engine.compile()
         self._handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=deployment.max_ongoing * MAX_ANSWERS + 1))
         self._backend = EngineBackend(
             self._handle, deployment.name, most_tokens=deployment.most_tokens, fidelity=deployment.fidelity

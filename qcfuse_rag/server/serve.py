@@ -151,13 +151,6 @@ class LibraryServer:
         signal.signal(signal.SIGTERM, previous_handler)
 
 
-def prepare_engine(engine: FusionEngine, fidelity: Fidelity) -> None:
-    """Compile what requests run, and measure what they need, or the first ones would wait for it."""
-    engine.compile()
-    if fidelity == "heal":
-        engine.runner.step_costs()
-
-
 def has_passages(folder: Path) -> bool:
     """Return whether there is a library with passages round a store, given the folder of either."""
     return (index_folder(library_of(folder)) / METADATA).is_file()

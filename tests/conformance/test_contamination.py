@@ -243,7 +243,7 @@ def test_questions_over_an_attackers_passage_leave_nothing_in_the_store(
 
     before = contents()
     for name in METHODS:
-        params = SamplingParams(max_new_tokens=2, fidelity="heal" if name == "qcfuse" else "fast")
+        params = SamplingParams(max_new_tokens=2, fidelity="exact" if name == "qcfuse" else "fast")
         engine.generate(
             engine.prompt(QUESTION, texts, history=[("user", ATTACK), ("assistant", "Yes.")]),
             params,

@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
-from qcfuse_rag.fusion.healing import AttendedTokens, Healing
+from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.prompts.segments import Role, Segment
-from qcfuse_rag.runtime.cost import StepCosts
-from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support.cases import cases
 from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.references import plain_forward, whole_forward
+from tests.support.references import plain_forward
 
 FULL, REUSE = make_method("full"), make_method("reuse", base=FRAMED)
 ANSWER = (40, 41, 42, 43, 44)
@@ -57,15 +55,21 @@ class TestEveryFamily:
     def engine(self, family: LanguageModel) -> FusionEngine:
         return make_warmed_engine(family)
 
+    @pytest.mark.parametrize("beside_steps", [False, True])
     @pytest.mark.parametrize("rows", cases([1, 7, 64, 1000], 7, 1000))
-    def test_healing_makes_the_cache_full_prefills(self, engine: FusionEngine, prompt: Prompt, rows: int) -> None:
+    def test_healing_makes_the_cache_full_prefills(
+        self, engine: FusionEngine, prompt: Prompt, rows: int, beside_steps: bool
+    ) -> None:
         prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=len(ANSWER))
         assert distance(engine.lm, prefilled, prompt.ids) > 100 * TOLERANCE, "there is something to heal"
         healing = Healing(engine.runner, prefilled)
         assert 0 < healing.healed < len(prompt)
         while healing.prompt_left:
             before = healing.healed
-            healing.advance([], rows)
+            if beside_steps:
+                healing.step(ANSWER[:1], rows)
+            else:
+                healing.advance(rows)
             assert 0 < healing.healed - before <= rows
         logits = healing.finish(ANSWER)
         ids = prompt.ids + ANSWER
@@ -73,113 +77,14 @@ class TestEveryFamily:
         assert distance(engine.lm, prefilled, ids) < TOLERANCE
         assert float((logits - expected[len(prompt) - 1 :]).abs().max()) < TOLERANCE
 
-    @pytest.mark.parametrize("attended", [0.0, 0.3])
-    @pytest.mark.parametrize("rows", cases([3, 32, 1000], 32))
-    def test_steps_that_heal_end_over_an_exact_cache(
-        self, engine: FusionEngine, prompt: Prompt, rows: int, attended: float
-    ) -> None:
-        """The answer is fixed, so the last logits are those of the text, whatever came before they were exact."""
-        answer = tuple(40 + index % 9 for index in range(220))
-        prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=len(answer))
-        healing = Healing(engine.runner, prefilled, attended)
-        count = 0
-        while count == 0 or not healing.prefix_is_exact(answer[:count]):
-            count += 1
-            logits = healing.step(answer[:count], rows)
-        ids = prompt.ids + answer[:count]
-        expected, _ = plain_forward(engine.lm, ids)
-        assert healing.healed == len(ids), "the last token's row is exact as well"
-        assert float((logits - expected[-1]).abs().max()) < TOLERANCE
-        last = healing.step(answer[: count + 1], 0)
-        ids = prompt.ids + answer[: count + 1]
-        expected, _ = plain_forward(engine.lm, ids)
-        assert float((last - expected[-1]).abs().max()) < TOLERANCE
-        assert distance(engine.lm, prefilled, ids) < TOLERANCE
-
 
 def test_a_step_that_heals_gives_the_logits_after_its_own_row(engine: FusionEngine, prompt: Prompt) -> None:
     """All layers heal before the answer's row reads them, so its logits are those over the rows healed so far."""
     prefilled, reference = (engine.prefill(prompt, method=REUSE, answer_tokens=2) for _ in range(2))
     logits = Healing(engine.runner, prefilled).step(ANSWER[:1], 11)
-    Healing(engine.runner, reference).advance([], 11)
+    Healing(engine.runner, reference).advance(11)
     expected = engine.runner.decodes(ANSWER[:1], [len(prompt)], [reference.buffer])[0]
     assert float((logits - expected).abs().max()) < TOLERANCE
-
-
-@pytest.mark.slow
-def test_a_single_row_is_enough_per_pass_of_its_own(engine: FusionEngine, prompt: Prompt) -> None:
-    prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=len(ANSWER))
-    healing = Healing(engine.runner, prefilled)
-    while not healing.prefix_is_exact(ANSWER):
-        healing.advance(ANSWER, 1)
-    assert distance(engine.lm, prefilled, (prompt.ids + ANSWER)[:-1]) < TOLERANCE
-    assert healing.verified(ANSWER) is not None
-
-
-class TestAttendedTokens:
-    """The tokens that the answer attends to most are computed first."""
-
-    @torch.inference_mode()
-    def test_they_are_those_that_transformers_attention_names(self, llama: LanguageModel) -> None:
-        """The reused cache is overwritten by full prefill's, so that transformers attends to the same keys."""
-        engine = make_warmed_engine(llama)
-        prompt = engine.prompt(QUESTION, PASSAGES)
-        prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=len(ANSWER))
-        _, table = plain_forward(llama, prompt.ids)
-        for layer, (keys, values) in enumerate(table):
-            prefilled.buffer.keys[layer][:, :, : len(prompt)] = keys
-            prefilled.buffer.values[layer][:, :, : len(prompt)] = values
-        attended = AttendedTokens(llama, prefilled, 0.25)
-        assert attended.take(5) == [], "nothing is known before the first token"
-        expected = torch.zeros(len(prompt))
-        for count in (1, 2):
-            _step(engine, prefilled, attended, ANSWER[:count])
-            ids = prompt.ids + ANSWER[:count]
-            _, table = plain_forward(llama, ids)
-            attention = whole_forward(llama, ids, table, [[]] * llama.n_layers).attention
-            for weights in attention[llama.n_layers // 2 :]:
-                answers = weights[:, -1, : len(prompt)].mean(0)
-                answers[: prefilled.exact_tokens] = 0
-                answers[prompt.chunks[-1].stop :] = 0
-                expected += answers / answers.sum()
-        reused = prompt.chunks[-1].stop - prefilled.exact_tokens
-        assert attended.left == reused // 4
-        assert attended.take(7) == sorted(expected.topk(7).indices.tolist())
-        assert not set(attended.take(1000)) & set(expected.topk(7).indices.tolist()), "no token twice"
-        assert attended.left == 0
-
-    def test_the_probe_names_the_first(self, engine: FusionEngine) -> None:
-        prompt = engine.prompt(QUESTION, PASSAGES)
-        method = make_method("qcfuse", ratio=0.2, base=FRAMED)
-        prefilled = engine.prefill(prompt, method=method, answer_tokens=4)
-        assert prefilled.scores is not None
-        scores = prefilled.scores.mean.clone()
-        scores[: prefilled.exact_tokens] = 0
-        scores[prompt.chunks[-1].stop :] = 0
-        scores[list(prefilled.report.selected)] = 0
-        taken = AttendedTokens(engine.lm, prefilled, 0.5).take(4)
-        assert taken == sorted(scores.topk(4).indices.tolist())
-
-    def test_a_pass_of_their_own_computes_them_too(self, engine: FusionEngine, prompt: Prompt) -> None:
-        prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=len(ANSWER))
-        healing, before = Healing(engine.runner, prefilled, 0.25), prefilled.exact_tokens
-        healing.advance(ANSWER, 8)
-        stale = [values.clone() for values in prefilled.buffer.values]
-        healing.advance(ANSWER, 8)
-        changed = [bool((old != new).any()) for old, new in zip(stale, prefilled.buffer.values, strict=True)]
-        assert any(changed)
-        assert healing.healed == before, "none of them is exact"
-        while not healing.prefix_is_exact(ANSWER):
-            healing.advance(ANSWER, 8)
-        assert distance(engine.lm, prefilled, (prompt.ids + ANSWER)[:-1]) < TOLERANCE
-
-
-def _step(engine: FusionEngine, prefilled: Prefilled, attended: AttendedTokens, answer: tuple[int, ...]) -> None:
-    """Compute the row of the answer's last token, observed, beside a row of the prompt."""
-    rows = torch.tensor([0, len(prefilled.prompt) + len(answer) - 1])
-    plan = RowsPlan.of(rows, engine.lm.sliding, observe=attended.observe)
-    ids = torch.tensor([prefilled.prompt.ids[0], answer[-1]])
-    engine.runner.prefills.logits(ids, plan, prefilled.buffer)
 
 
 class TestVerified:
@@ -190,7 +95,7 @@ class TestVerified:
         other = (int(logits[-1].argmax()) + 1) % logits.shape[-1]
         healing = Healing(engine.runner, engine.prefill(prompt, method=REUSE, answer_tokens=4))
         assert healing.verified([]) is None
-        healing.advance([], len(prompt))
+        healing.advance(len(prompt))
         assert healing.verified([first]) is None, "the last row's logits choose the first token"
         healing.finish([first, other, 40])
         assert [healing.verified(ids) for ids in ([], [other], [first], [first, other, 40])] == [0, 0, 1, 1]
@@ -273,24 +178,5 @@ def test_a_prompt_computed_anew_is_exact(engine: FusionEngine, prompt: Prompt) -
     logits = healing.restart()
     expected, _ = plain_forward(engine.lm, prompt.ids)
     assert float((logits - expected[-1]).abs().max()) < TOLERANCE
-    assert healing.prefix_is_exact([])
+    assert healing.healed == len(prompt)
     assert healing.verified([int(expected[-1].argmax())]) == 1
-
-
-def test_rows_beside_a_step_are_as_many_as_fit_its_slowdown() -> None:
-    gpu, cpu = StepCosts(0.010, 0.0, 10e-6), StepCosts(0.065, 0.025, 0.0034)
-    assert [gpu.rows_beside(slowdown) for slowdown in (0.0, 0.1, 0.7)] == [0, 64, 512]
-    assert [cpu.rows_beside(slowdown) for slowdown in (0.1, 0.38, 0.5, 1.0)] == [0, 0, 2, 8]
-    for slowdown in (0.1, 0.7):
-        assert gpu.pass_s(gpu.rows_beside(slowdown)) <= (1 + slowdown) * gpu.step_s
-
-
-@pytest.mark.parametrize("slowdown", [0.02, 0.1, 0.7])
-@pytest.mark.parametrize("costs", [StepCosts(0.010, 0.0, 10e-6), StepCosts(0.065, 0.025, 0.0034)])
-def test_healing_keeps_to_its_slowdown_on_average(costs: StepCosts, slowdown: float) -> None:
-    pace = costs.pace(slowdown)
-    assert pace is not None
-    taken = costs.pass_s(pace.rows) + (pace.interval - 1) * costs.step_s
-    assert taken <= (1 + slowdown) * pace.interval * costs.step_s
-    assert pace.interval == 1 or costs.rows_beside(slowdown) == 0
-    assert costs.pace(0.0) is None

@@ -1,4 +1,4 @@
-"""Answers that are healed while they are decoded, and answers that are full prefill's token for token."""
+"""Answers that are full prefill's, token for token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, Pro
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.generation import decoding
 from qcfuse_rag.generation.decoding import DRAFT_TOKENS, HealingReport
-from qcfuse_rag.generation.sampling import Constraint
-from qcfuse_rag.runtime.cost import StepCosts
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.key import FRAMED
 from tests.support import references
@@ -28,7 +26,6 @@ FULL = make_method("full")
 METHODS = [make_method("reuse"), make_method("qcfuse", ratio=0.3), make_method("qcfuse", ratio=0.3, base=FRAMED)]
 LENGTH = 40
 EXACT = SamplingParams(max_new_tokens=LENGTH, fidelity="exact")
-HEAL = SamplingParams(max_new_tokens=LENGTH, fidelity="heal")
 GREEDY = SamplingParams(max_new_tokens=LENGTH)
 GRAMMAR = SamplingParams(max_new_tokens=12, grammar='start: /[a-m ]{4,9}/ "."')
 
@@ -41,12 +38,6 @@ def engine(main_family: LanguageModel) -> FusionEngine:
 @pytest.fixture
 def prompt(engine: FusionEngine) -> Prompt:
     return engine.prompt(QUESTION, PASSAGES)
-
-
-def healing_rows(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Let `rows` rows fit beside a step of `heal`; 0 for none."""
-    costs = StepCosts(1.0, 0.0, 0.1 / rows if rows else 1.0)
-    monkeypatch.setattr(engine.runner, "step_costs", lambda: costs)
 
 
 def healed(answer: Generation) -> HealingReport:
@@ -68,36 +59,17 @@ class TestEveryFamily:
         end = engine.lm.tokenizer.eos_token_id
         expected = tuple(ids[: ids.index(end) + 1] if end in ids else ids)
         for method in METHODS:
-            answer = engine.generate(prompt, EXACT, method=method)
+            stream = engine.stream(prompt, EXACT, method=method)
+            answer, buffer = stream.result(), stream.prefilled.buffer
             assert answer.ids == expected, method.name
             assert answer.verified_upto == len(expected)
             assert same(answer, engine.generate(prompt, GREEDY, method=FULL))
             assert (healed(answer).exact_tokens, healed(answer).reason) == (len(prompt), None)
             assert 0 < healed(answer).drafted <= DRAFT_TOKENS
-
-    @pytest.mark.parametrize("rows", cases([4, 64, 512], 64))
-    def test_it_ends_over_an_exact_cache(
-        self, engine: FusionEngine, prompt: Prompt, rows: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """After healing, each token is the likeliest one after the text so far."""
-        healing_rows(engine, monkeypatch, rows)
-        params = replace(HEAL, max_new_tokens=120)
-        stream = engine.stream(prompt, params, method=METHODS[0])
-        answer = stream.result()
-        if healed(answer).reason is not None:
-            pytest.skip("this model's answer ends early")
-        assert healed(answer).exact_tokens == len(prompt)
-        logits, table = references.plain_forward(engine.lm, prompt.ids + answer.ids[:-1])
-        expected = logits[len(prompt) - 1 :].argmax(-1).tolist()
-        agrees = [token == greedy for token, greedy in zip(answer.ids, expected, strict=True)]
-        attended = -(-int(decoding.ATTENDED * len(prompt)) // rows) + 1
-        steps = -(-len(prompt) // rows) + 1
-        assert all(agrees[attended + steps + len(prompt) // rows :])
-        assert answer.verified_upto == (agrees.index(False) if False in agrees else len(agrees))
-        buffer = stream.prefilled.buffer
-        for layer, (keys, values) in enumerate(table):
-            for ours, theirs in ((buffer.keys[layer], keys), (buffer.values[layer], values)):
-                assert float((ours[:, :, : theirs.shape[2]] - theirs).abs().max()) < 1e-4
+            _, table = references.plain_forward(engine.lm, prompt.ids + expected[:-1])
+            for layer, (keys, values) in enumerate(table):
+                for ours, theirs in ((buffer.keys[layer], keys), (buffer.values[layer], values)):
+                    assert float((ours[:, :, : theirs.shape[2]] - theirs).abs().max()) < 1e-4
 
 
 class TestExact:
@@ -179,6 +151,7 @@ class TestExact:
         assert list(stream) == []
         assert stream.generation is not None
         assert (stream.generation.text, stream.generation.finish_reason) == ("", "cancelled")
+        assert "prompt tokens were exact" in str(healed(stream.generation).reason)
 
     @pytest.mark.parametrize("failing", cases(["step", "advance", "finish"], "step"))
     def test_if_healing_fails_the_prompt_is_computed_in_full(
@@ -192,75 +165,6 @@ class TestExact:
         assert same(answer, engine.generate(prompt, GREEDY, method=FULL))
         assert healed(answer).reason == "healing failed: the device is out of memory"
         assert answer.verified_upto == len(answer.ids)
-
-
-class TestHeal:
-    @pytest.mark.parametrize("rows", cases([16, 512], 16))
-    def test_an_answer_of_a_grammar_is_compared_under_the_grammar(
-        self, engine: FusionEngine, prompt: Prompt, rows: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        pytest.importorskip("llguidance")
-        healing_rows(engine, monkeypatch, rows)
-        params = replace(GRAMMAR, max_new_tokens=100, grammar='start: /[a-m ]{40,60}/ "."')
-        answer = engine.generate(prompt, replace(params, fidelity="heal"), method=METHODS[0])
-        assert healed(answer).reason is None
-        logits, _ = references.plain_forward(engine.lm, prompt.ids + answer.ids[:-1])
-        constraint = Constraint(engine.lm.grammar_vocabulary, str(params.grammar))
-        agrees = []
-        for index, token in enumerate(answer.ids):
-            greedy = constraint.mask_after(answer.ids[:index], logits[len(prompt) - 1 + index])
-            agrees.append(int(greedy.argmax()) == token)
-        assert answer.verified_upto == (agrees.index(False) if False in agrees else len(agrees))
-
-    def test_where_no_row_fits_beside_a_step_one_step_in_so_many_heals(
-        self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        healing_rows(engine, monkeypatch, 0)
-        steps = []
-        step = Healing.step
-        monkeypatch.setattr(Healing, "step", lambda *args: steps.append(len(args[1])) or step(*args))
-        answer = engine.generate(prompt, HEAL, method=METHODS[0])
-        assert answer.ids[0] == engine.generate(prompt, GREEDY, method=METHODS[0]).ids[0]
-        assert steps == list(range(1, len(answer.ids), 10)), "a row takes a step's time, which is ten times 10 %"
-
-    def test_with_no_slowdown_nothing_is_healed_and_it_says_so(self, engine: FusionEngine, prompt: Prompt) -> None:
-        answer = engine.generate(prompt, replace(HEAL, slowdown=0.0))
-        assert same(answer, engine.generate(prompt, GREEDY))
-        assert healed(answer).reason == "nothing was healed: no token may take longer, since `slowdown` is 0"
-        assert answer.verified_upto is None
-
-    def test_an_answer_that_ends_early_says_how_far_it_came(
-        self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        healing_rows(engine, monkeypatch, 2)
-        answer = engine.generate(prompt, replace(HEAL, max_new_tokens=3), method=METHODS[0])
-        assert "prompt tokens were exact" in str(healed(answer).reason)
-        assert answer.verified_upto is None
-
-    def test_a_failure_keeps_the_fused_answer(
-        self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        healing_rows(engine, monkeypatch, 16)
-        monkeypatch.setattr(Healing, "step", broken)
-        answer = engine.generate(prompt, HEAL)
-        assert same(answer, engine.generate(prompt, GREEDY))
-        assert healed(answer).reason == "healing failed: the device is out of memory"
-
-    @pytest.mark.slow
-    def test_if_costs_cannot_be_measured_nothing_is_healed(
-        self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(engine.runner, "step_costs", broken)
-        answer = engine.generate(prompt, HEAL)
-        assert same(answer, engine.generate(prompt, GREEDY))
-        assert healed(answer).reason == (
-            "nothing was healed: its costs could not be measured: the device is out of memory"
-        )
-
-    def test_costs_are_measured_once(self, engine: FusionEngine, prompt: Prompt) -> None:
-        costs = engine.runner.step_costs()
-        assert costs.step_s > 0 < costs.row_s
-        assert engine.runner.step_costs() is costs
 
 
 def broken(*arguments: Any, **settings: Any) -> Any:
@@ -288,9 +192,3 @@ def test_a_store_that_hangs_costs_its_limit_and_the_answer_is_exact(
     released.set()
     assert same(answer, expected)
     assert "0.3 s" in str(answer.report.fallback)
-
-
-def test_a_measurement_in_which_more_rows_cost_nothing_heals_no_endless_rows() -> None:
-    pace = StepCosts(1.0, 0.0, 1e-12).pace(0.1)
-    assert pace is not None
-    assert max(pace.rows, StepCosts(1.0, 0.5, 1e-12).rows_like_a_step) <= 512

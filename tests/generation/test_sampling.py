@@ -91,7 +91,6 @@ def test_an_answer_with_penalties_is_exact_and_says_that_it_is_not_verified(engi
         {"logprobs": -1},
         {"prompt_lookup_num_tokens": -1},
         {"fidelity": "slow"},
-        {"slowdown": -0.1},
     ],
     ids=lambda settings: next(iter(settings)),
 )

@@ -273,7 +273,7 @@ def healing(check: Check) -> dict[str, Any]:
 
 
 def healing_real(check: Check) -> dict[str, Any]:
-    """Count the answers that are full prefill's without healing and with it."""
+    """Count the answers of `fast` and `exact` that are full prefill's."""
     from tests.gpu.serving_check import healed_answers
 
     texts = corpus()

@@ -62,7 +62,7 @@ CHANGES = (
     ),
     ("How do I encrypt a store?", "Does it make generation faster?", "Does it make generation faster"),
     ("How is a corpus warmed on many machines?", "Who can read the store?", "Who can read the store"),
-    ("What does qcfuse warm plan say?", "What does heal do?", "recomputes the rest of the prompt while"),
+    ("What does qcfuse warm plan say?", "What does exact do?", "shows no text before all of the prompt is recomputed"),
 )
 
 

@@ -81,7 +81,7 @@ def test_none_means_the_default(chat: ChatQCFuse) -> None:
 
 def test_sampling_settings_are_those_of_the_engine(chat: ChatQCFuse) -> None:
     settings = dict.fromkeys(SAMPLING_SETTINGS, 1.0) | {"top_k": 3, "presence_penalty": 2.0, "top_p": 0.9}
-    settings |= {"seed": 4, "fidelity": "heal"}
+    settings |= {"seed": 4, "fidelity": "exact"}
     _, sampling = chat._request([HumanMessage("Who?")], None, dict(settings))(chat.engine)
     assert {name: getattr(sampling, name) for name in SAMPLING_SETTINGS} == settings
 

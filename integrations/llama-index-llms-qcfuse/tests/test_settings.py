@@ -53,7 +53,7 @@ def test_none_means_the_default(llm: QCFuseLLM) -> None:
 
 
 def test_sampling_settings_are_those_of_the_engine(llm: QCFuseLLM) -> None:
-    settings = dict.fromkeys(SAMPLING_SETTINGS, 0.5) | {"top_k": 3, "seed": 4, "fidelity": "heal"}
+    settings = dict.fromkeys(SAMPLING_SETTINGS, 0.5) | {"top_k": 3, "seed": 4, "fidelity": "exact"}
     copied = llm.model_copy(update=settings).sampling()
     assert {name: getattr(copied, name) for name in SAMPLING_SETTINGS} == settings
     assert llm.sampling(**settings) == copied
