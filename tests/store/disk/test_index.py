@@ -61,6 +61,18 @@ def test_a_missing_index_is_rebuilt_from_the_files(folder: Path) -> None:
         assert store.stats()[0].size_bytes == taken(folder) == 3 * ENTRY
 
 
+@pytest.mark.parametrize("name", ["$QCFUSE_ELSEWHERE", "x${QCFUSE_ELSEWHERE}", "~", "100%?a#b"])
+def test_the_index_lies_in_the_folder_whatever_its_name_means_to_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("QCFUSE_ELSEWHERE", str(tmp_path / "elsewhere"))
+    monkeypatch.chdir(tmp_path)
+    with DiskStore(tmp_path / "stores" / name) as store:
+        put(store, 0)
+    assert (tmp_path / "stores" / name / "index" / "cache.db").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["stores"]
+
+
 @pytest.fixture
 def unindexed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskStore]:
     """Give a store with one entry, the index of which cannot be opened."""
