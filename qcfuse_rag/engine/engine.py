@@ -22,7 +22,7 @@ from qcfuse_rag.fusion.pipeline import PartRows, Parts, Prefilled, answer_room, 
 from qcfuse_rag.fusion.prefix_cache import PrefixCache
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decoding import Generation, TextStream
-from qcfuse_rag.generation.response_format import ResponseFormat
+from qcfuse_rag.generation.response_format import ReasoningFormat, ResponseFormat
 from qcfuse_rag.generation.sampling import Sampler
 from qcfuse_rag.generation.sampling_params import SamplingParams
 from qcfuse_rag.ingestion.warm_job import WarmSummary
@@ -205,6 +205,8 @@ class FusionEngine:
         self.prompts.tokens.require_short(question, *passages, *history, *tools, *later, chat_template_kwargs or "")
         builder, find = self.prompts.with_kwargs(chat_template_kwargs), self.corpus.signatures.find
         prompt = prompt_among_turns(builder, find, question, passages, history, tools, later)
+        if ReasoningFormat.of(self.lm.tokenizer) is None:  # reasoning may repeat the prompt
+            prompt = replace(prompt, turn_starts=self.prompts.template.turn_starts)
         return self._system_prefixes.with_system_prefix(builder, prompt, builder.turns("", (), history), tools)
 
     def prompt_from_text(

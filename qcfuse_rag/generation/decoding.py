@@ -148,7 +148,8 @@ class Generation:
 
     Attributes:
         ids: its tokens, the end token included.
-        finish_reason: `end` for an end token, `stop` for a stop string, `length` for the token limit, or `cancelled`.
+        finish_reason: `end` for an end token, `stop` for a stop string or a new turn of the
+            prompt's wording, `length` for the token limit, or `cancelled`.
         decode_s: seconds from the first token's logits to the last token; of a stream, from the first read on.
         healing: what healing did for `exact`; None for `fast`.
         logprobs: of the tokens, one for each id; None if the request asked for none.
@@ -216,6 +217,7 @@ class Decoder:
     """
 
     def __init__(self, runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> None:
+        params = replace(params, stop=(*params.stop, *prefilled.prompt.turn_starts))
         self._runner, self._prefilled, self._params, self._sampler = runner, prefilled, params, sampler
         self._logits: Tensor | None = prefilled.logits
         self._logprobs: list[TokenLogprob] = []

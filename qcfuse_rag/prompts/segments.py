@@ -66,6 +66,7 @@ class Prompt:
             conversation has another system prefix.
         note: for the report, why a joined text was not searched for passages; None if it was, or passages were given.
         joined: whether a framework joined the text, so that it may contain unknown passages.
+        turn_starts: strings that end an answer, because the model begins a new turn of the prompt's wording.
 
     Raises:
         ValueError: if the segments cannot be a prompt.
@@ -75,6 +76,7 @@ class Prompt:
     prefix_ids: tuple[int, ...] = ()
     note: str | None = None
     joined: bool = False
+    turn_starts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         segments = tuple(segment for segment in self.segments if segment.ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,10 @@ Turn = Message | Mapping[str, Any]
 
 Tool = Mapping[str, Any]
 """A tool as in chat templates: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+
+LABEL = re.compile(r"\S[^\n]*(?:\n|(?<=[:\uff1a>\]*]))(?=\s*\Z)")
+"""Matches the line before a passage or a question, as `Question:`; on their line, only up to a colon or bracket."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,14 @@ class PromptTemplate:
     def chunk_lead(self) -> int:
         """The number of characters of a chunk before its passage's text."""
         return len(self.chunk.partition("{text}")[0].format())
+
+    @property
+    def turn_starts(self) -> tuple[str, ...]:
+        """What begins a new turn of this wording in an answer: a line that starts with a label such as `Question:`."""
+        pieces = (piece for _, content in self.messages for piece in string.Formatter().parse(content))
+        labels = [LABEL.search(literal) for literal, field, _, _ in pieces if field is not None]
+        found = dict.fromkeys(label[0] for label in labels if label is not None and re.search(r"\w", label[0]))
+        return tuple(gap + label for label in found for gap in ("\n", "\n\n"))
 
     def format_chunk(self, text: str) -> str:
         """Return a passage as the prompt and the warmed chunk contain it."""

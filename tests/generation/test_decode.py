@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 
@@ -10,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qcfuse_rag import FusionEngine, LanguageModel, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, PromptTemplate, SamplingParams, make_method
 from qcfuse_rag.generation.completion import Detokenizer
 from qcfuse_rag.generation.sampling import Sampler
+from qcfuse_rag.generation.sampling_params import Fidelity
 from tests.support.families import build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -72,6 +74,33 @@ def test_a_stop_string_ends_and_is_cut_off(engine: FusionEngine) -> None:
     stopped = engine.generate(prompt, SamplingParams(max_new_tokens=24, stop=(stop,)))
     assert stopped.finish_reason == "stop"
     assert stopped.text == free[: free.index(stop)]
+
+
+@pytest.mark.parametrize("fidelity", ["fast", "exact"])
+@pytest.mark.parametrize(
+    ("wording", "written", "shown"),
+    [
+        (None, "a boat\n\nQuestion: who? Answer: me", "a boat"),
+        (None, "Question: who?\nAnswer: me\nQuestion: why?", "Question: who?\nAnswer: me"),
+        (None, "a boat\nPassages:\nthe boat", "a boat"),
+        (None, "a Question: who?\nQuestions", None),
+        ("{context}Q: {question}", "a boat\nQ: who?", "a boat"),
+        ("{context}\n{question}", "a boat\n\nQuestion: who?", None),
+        ("{context}and {question}", "a boat\nand a sail", None),
+    ],
+)
+def test_an_answer_ends_where_the_wording_begins_again(
+    llama: LanguageModel, wording: str | None, written: str, shown: str | None, fidelity: Fidelity
+) -> None:
+    template = PromptTemplate() if wording is None else PromptTemplate(messages=(("user", wording),))
+    engine = FusionEngine(llama, MemoryStore(), template=template)
+    params = SamplingParams(max_new_tokens=99, grammar=f"start: {json.dumps(written)}", fidelity=fidelity)
+    stream = engine.stream(engine.prompt(QUESTION, PASSAGES), params)
+    answer = "".join(stream)
+    assert (answer, stream.result().text) == (written if shown is None else shown,) * 2
+    assert stream.result().finish_reason == ("end" if shown is None else "stop")
+    free = engine.generate(engine.prompt_from_text([{"role": "user", "content": QUESTION}]), params)
+    assert free.text == written, "a text that others word ends where the model ends it"
 
 
 def test_cancelling_from_another_thread(engine: FusionEngine) -> None:

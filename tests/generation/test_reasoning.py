@@ -166,15 +166,15 @@ def test_a_models_own_answer_is_read(special: bool, fidelity: Any) -> None:
     tags = ("[THINK]", "[/THINK]")
     lm = thinking_model(*(tags if special else ()), template=thinking_template(*tags))
     engine = make_engine(lm, MemoryStore())
-    form, parts = ResponseFormat(), ("[THINK]", "\nHm, é.\n", "[/THINK]", "\n\nYes.")
+    form, parts = ResponseFormat(), ("[THINK]", "\nHm, é.\nQuestion:\n", "[/THINK]", "\n\nYes.")
     params = SamplingParams(max_new_tokens=60, grammar=grammar_of(lm.tokenizer, parts), fidelity=fidelity)
     prompt = engine.prompt(QUESTION, PASSAGES)
     stream = engine.stream(prompt, form.sampling(params, lm.tokenizer))
     reader = ResponseReader(lm.tokenizer, form, prompt)
     shown = [reader.push(piece) for piece in stream]
     rest, response = reader.finish(stream.result())
-    assert ("".join(map("".join, zip(*shown, rest, strict=True)))) == "Yes.Hm, é."
-    assert (response.content, response.reasoning) == ("Yes.", "Hm, é.")
+    assert ("".join(map("".join, zip(*shown, rest, strict=True)))) == "Yes.Hm, é.\nQuestion:"
+    assert (response.content, response.reasoning) == ("Yes.", "Hm, é.\nQuestion:")
     assert stream.result().finish_reason == "end"
 
 
