@@ -121,6 +121,13 @@ def check_paths(paths: Iterable[Path], reader: str, skip: Sequence[Path], *, if_
     for path in paths:
         if not find_files([path], skip) and if_empty is not None:
             raise QCFuseError(f"there are no files to read in {path}{if_empty}")
+        if path.is_file():
+            try:
+                if conversion_of(path) is None:
+                    decode_text(path.read_bytes())
+            except (UnreadableFile, OSError) as error:
+                reason = unreadable(error) if isinstance(error, OSError) else str(error)
+                raise QCFuseError(f"cannot read {path}: {reason}") from error
 
 
 def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:

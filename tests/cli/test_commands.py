@@ -34,6 +34,8 @@ from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.serving import free_port
 
+PICTURE = str(Path(__file__).parents[2] / "docs" / "guide" / "playground.png")
+
 
 def test_warm_then_ask(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
     store = tmp_path / "store"
@@ -131,7 +133,7 @@ def test_models_check_refuses_with_the_reason(run: Run, tmp_path: Path, tokenize
     [
         (["ask", "Who?", "--store", "nowhere"], "there are no passages in nowhere/passages; run `qcfuse warm run`"),
         (["warm", "run", "nothing-here", "--store", "s"], "no file or folder at nothing-here"),
-        (["warm", "run", __file__, "--store", "s"], "is not a text file"),
+        (["warm", "run", PICTURE, "--store", "s"], f"cannot read {PICTURE}: not text"),
         (["store", "stats", "--store", "nowhere"], "there is no store in nowhere; `qcfuse warm run` makes one"),
         (["models", "check", "/no/such/model"], "no model folder at /no/such/model"),
         (["ask", "Who?", "--store", "s", "--method", "qcfuze"], "there is no method 'qcfuze'"),

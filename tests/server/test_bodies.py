@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException
 
+from qcfuse_rag.errors import InvalidSetting
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import UNCOUNTED_BYTES, RequestLimits
 from qcfuse_rag.server.bodies import MAX_TOKENS, TOKEN, parse_body
@@ -66,7 +66,7 @@ def test_as_many_values_as_allowed_are_read_and_no_more(encoding: str) -> None:
     body["x"] *= 1 + MAX_TOKENS - slow_count(body)  # type: ignore[operator]
     assert parse_body(json.dumps(body).encode(encoding), ChatRequest)
     body["x"].append(0)  # type: ignore[attr-defined]
-    with pytest.raises(HTTPException, match="more than 50,000 strings, commas and opening brackets"):
+    with pytest.raises(InvalidSetting, match="more than 50,000 strings, commas and opening brackets"):
         parse_body(json.dumps(body).encode(encoding), ChatRequest)
 
 
@@ -74,7 +74,7 @@ def test_as_many_values_as_allowed_are_read_and_no_more(encoding: str) -> None:
 def test_no_other_encoding_hides_values(encoding: str) -> None:
     """In UTF-16 the bytes of a quotation mark may be half a character."""
     body = '{"messages": [{"role": "user", "content": "\u2200"}], "x": [' + "1," * MAX_TOKENS + "1]}"
-    with pytest.raises(HTTPException):
+    with pytest.raises(InvalidSetting):
         parse_body(body.encode(encoding), ChatRequest)
 
 
