@@ -68,7 +68,7 @@ def served_model_id(model: str) -> str:
     path = path.resolve()
     if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
         return path.parents[1].name.removeprefix("models--").replace("--", "/")
-    return path.stem if path.suffix == ".gguf" else path.name
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
 def _serve_in_process(

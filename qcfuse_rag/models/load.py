@@ -44,6 +44,7 @@ from qcfuse_rag.models.result_cache import FileState, hash_once
 from qcfuse_rag.models.source import (
     QUANTIZED_FORMATS,
     check_weight_format,
+    damage,
     fetch_options,
     model_source,
     snapshot_folder,
@@ -370,6 +371,8 @@ def _parse_dtype(name: str) -> torch.dtype:
 
 def _load_error(name: str, error: BaseException, *, unreachable: bool) -> QCFuseError:
     message = str(error)
+    if cause := damage(*model_source(name)):
+        return ModelNotFound(f"cannot load {name!r}: {cause}")
     if "trust_remote_code" in message:
         return UnsupportedModel(f"{name!r} brings its own code, which is never run; take a model transformers knows")
     if "Unrecognized configuration class" in message:

@@ -5,6 +5,7 @@ This module imports quickly.
 
 from __future__ import annotations
 
+import re
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -15,18 +16,24 @@ from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 HUB_TIMEOUT_S = 6.0
 """Most seconds to wait for the hub's first answer. Its own client would try each file six times."""
 
+GGUF_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
+"""Matches the name of one of several files into which llama.cpp's `gguf-split` has cut a model."""
+LFS_POINTER = b"version https://git-lfs."
+
 
 def model_source(name: str) -> tuple[str, dict[str, Any]]:
     """Return the name or path that transformers loads from, and the options for it.
 
     Raises:
         ModelNotFound: if a file or folder is named that does not exist or holds no model.
-        UnsupportedModel: if the folder holds an adapter.
+        UnsupportedModel: if the folder holds an adapter, or the file is a part of a model.
     """
     path = Path(name).expanduser()
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
         if not path.is_file():
             raise ModelNotFound(f"there is no GGUF file at {path}")
+        if _is_part(path):
+            raise _part_error(path)
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         if (path / "adapter_config.json").is_file():
@@ -38,15 +45,49 @@ def model_source(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _gguf_option(folder: Path) -> dict[str, Any]:
-    files = sorted(folder.glob("*.gguf"))
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() == ".gguf")
     if not files and not any(folder.glob("*.json")):
         raise ModelNotFound(f"there is no model in {folder}: it has neither a config.json nor a GGUF file")
     if not files or (folder / "config.json").is_file():
         return {}
-    if len(files) > 1:
+    if not (whole := [file for file in files if not _is_part(file)]):
+        raise _part_error(files[0])
+    if len(files := whole) > 1:
         names = ", ".join(file.name for file in files)
         raise ModelNotFound(f"{folder} holds {len(files)} GGUF files; name one of them: {names}")
     return {"gguf_file": files[0].name}
+
+
+def _is_part(path: Path) -> bool:
+    match = GGUF_PART.fullmatch(path.name)
+    return match is not None and int(match[2]) > 1
+
+
+def _part_error(path: Path) -> UnsupportedModel:
+    stem, count = GGUF_PART.fullmatch(path.name).groups()  # type: ignore[union-attr]
+    return UnsupportedModel(
+        f"{path.name} is one of {int(count)} parts of a model, which is loaded from one file: put all parts into one "
+        f"folder and merge them there, `llama-gguf-split --merge {stem}-00001-of-{count}.gguf {stem}.gguf`"
+    )
+
+
+def damage(source: str, options: dict[str, Any]) -> str | None:
+    """Say which file of a model that cannot be loaded is the cause, and why; None if no cause is found."""
+    folder = Path(source)
+    files = [folder / options["gguf_file"]] if options else sorted(folder.glob("*.[jsb]*"))
+    for file in files:
+        with suppress(OSError), file.open("rb") as opened:
+            head = opened.read(len(LFS_POINTER))
+            if head == LFS_POINTER:
+                return f"{file} is a pointer of git-lfs in place of the file; run `git lfs pull` in its folder"
+            if options and head.startswith(b"GGUF"):
+                try:
+                    import gguf
+
+                    gguf.GGUFReader(file)
+                except Exception:  # a broken file makes its parser raise anything
+                    return f"{file} is cut off or damaged: it ends at {file.stat().st_size:,} bytes; fetch it again"
+    return None
 
 
 WEIGHT_FORMATS = ("auto", "model", "float16")

@@ -64,6 +64,13 @@ def test_broken_descriptions_are_one_error(folder: Path, name: str) -> None:
     assert all(message and "\n" not in message for message in messages)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "model.gguf"])
+def test_a_pointer_of_git_lfs_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 4096\n")
+    with pytest.raises(ModelNotFound, match=rf"{name} is a pointer of git-lfs .*; run `git lfs pull` in its folder$"):
+        load_model(str(folder / name if name.endswith(".gguf") else folder), device="cpu")
+
+
 @pytest.mark.parametrize("value", [None, "x", [], -1, 1.5])
 def test_wrong_fields_of_a_configuration_are_one_error(folder: Path, value: object) -> None:
     path = folder / "config.json"

@@ -103,6 +103,19 @@ def test_one_reading_gives_what_transformers_loads_alone(file: Path, model: Qwen
     assert loaded.config.to_dict() == expected.config.to_dict()
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_file_that_is_cut_off_is_named_as_such(file: Path, share: float) -> None:
+    left = int(file.stat().st_size * share)
+    os.truncate(file, left)
+    with pytest.raises(ModelNotFound, match=rf"tiny\.gguf is cut off or damaged: it ends at {left:,} bytes; fetch it"):
+        load_model(str(file), device="cpu")
+
+
+def test_capitals_in_the_name_change_nothing(file: Path) -> None:
+    named = load_model(str(file), device="cpu")
+    assert load_model(str(file.rename(file.with_name("T.GGUF"))), device="cpu").weights_hash == named.weights_hash
+
+
 def test_nothing_is_remembered_afterwards(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF, but no more than that")
     with pytest.raises(ModelNotFound, match=r"broken\.gguf"):

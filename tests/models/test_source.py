@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 from transformers import AutoTokenizer
 
-from qcfuse_rag.errors import ModelNotFound
+from qcfuse_rag.errors import ModelNotFound, UnsupportedModel
 from qcfuse_rag.models import source
 from qcfuse_rag.models.load import load_model, load_tokenizer
 
@@ -77,25 +77,35 @@ def test_no_hub_is_asked_for_a_folder(
     assert (asked, loaded) == ([], [(str(tmp_path), {"trust_remote_code": False})])
 
 
-def test_a_folder_with_one_gguf_file_is_that_file(loaded: list[tuple[str, dict[str, Any]]], tmp_path: Path) -> None:
-    (tmp_path / "README.md").touch()
-    (tmp_path / "tiny.gguf").touch()
+@pytest.mark.parametrize("name", ["tiny.gguf", "TINY.GGUF", "tiny-00001-of-00001.gguf", "tiny-1-of-2.Gguf"])
+def test_a_folder_with_one_whole_gguf_file_is_that_file(
+    loaded: list[tuple[str, dict[str, Any]]], tmp_path: Path, name: str
+) -> None:
+    for file in ("README.md", name, "tiny-00001-of-00002.gguf"):
+        (tmp_path / file).touch()
     load_tokenizer(str(tmp_path))
-    assert loaded == [(str(tmp_path), {"trust_remote_code": False, "gguf_file": "tiny.gguf"})]
+    load_tokenizer(str(tmp_path / name))
+    assert loaded == [(str(tmp_path), {"trust_remote_code": False, "gguf_file": name})] * 2
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         (["notes.txt"], r"no model in .*: it has neither a config\.json nor a GGUF file"),
-        (["q4.gguf", "q8.gguf"], r"holds 2 GGUF files; name one of them: q4\.gguf, q8\.gguf"),
+        (["q4.gguf", "q8.GGUF"], r"holds 2 GGUF files; name one of them: q4\.gguf, q8\.GGUF"),
+        (
+            ["q4-00001-of-00002.gguf", "q4-00002-of-00002.gguf"],
+            r"^q4-00001-of-00002\.gguf is one of 2 parts .*`llama-gguf-split --merge q4-00001-of-00002.gguf q4.gguf`$",
+        ),
+        (["a.b-00003-of-00011.GGUF"], r"is one of 11 parts .*--merge a\.b-00001-of-00011\.gguf a\.b\.gguf`$"),
     ],
 )
 def test_a_folder_without_one_model_says_so(tmp_path: Path, files: list[str], message: str) -> None:
     for name in files:
         (tmp_path / name).touch()
-    with pytest.raises(ModelNotFound, match=message):
-        load_tokenizer(str(tmp_path))
+    for named in [tmp_path, *(tmp_path / name for name in files if " parts " in message)]:
+        with pytest.raises((ModelNotFound, UnsupportedModel), match=message.replace("^q4-00001", "^q4-0000[12]")):
+            load_tokenizer(str(named))
 
 
 def test_a_saved_model_beside_gguf_files_is_the_saved_model(
