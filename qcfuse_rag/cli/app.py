@@ -19,6 +19,7 @@ from qcfuse_rag.cli.console import (
     duration,
     error_text,
     print_json,
+    print_line,
     print_result,
     quiet_libraries,
     shows_tracebacks,
@@ -57,7 +58,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-models_app = typer.Typer(help="Check models.", no_args_is_help=True)
+models_app = typer.Typer(help="List and check models.", no_args_is_help=True)
 warm_app = typer.Typer(help="Prefill documents into a store.", no_args_is_help=True)
 app.add_typer(warm_app, name="warm")
 app.add_typer(store_app, name="store")
@@ -205,6 +206,19 @@ def methods(as_json: Json = False) -> None:
         print_json({"methods": describe_methods()})
     else:
         OUT.print(methods_table())
+
+
+@models_app.command("list")
+def models_list(as_json: Json = False) -> None:
+    """List models for your own documents by their size and the memory that they take."""
+    from qcfuse_rag.cli.describe import describe_models, models_table
+
+    models = describe_models()
+    if as_json:
+        print_json({"models": models})
+    else:
+        OUT.print(models_table())
+        print_line(f"use one: qcfuse warm run FOLDER --store library --model {models[0]['model']}")
 
 
 @models_app.command("check")

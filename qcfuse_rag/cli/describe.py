@@ -1,4 +1,4 @@
-"""Describe the fusion methods, and whether a model is supported: `qcfuse methods` and `qcfuse models check`."""
+"""Describe the fusion methods and models, and whether a model is supported: `qcfuse methods` and `qcfuse models`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import OUT, print_note, size
@@ -18,6 +18,31 @@ from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.key import Base
 from qcfuse_rag.verification.exactness import measure_exactness
+
+MODELS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+}
+"""Models for a user's own documents and their parameters, the smallest first; their licence is Apache 2.0."""
+
+
+def describe_models() -> list[dict[str, Any]]:
+    """Return the models with the bytes to download, and of their weights in memory on a GPU and in float32 on a CPU."""
+    return [
+        {"model": model, "parameters": count, "file_bytes": 2 * count, "gpu_bytes": 2 * count, "cpu_bytes": 4 * count}
+        for model, count in MODELS.items()
+    ]
+
+
+def models_table() -> Table:
+    """Return a table of the models."""
+    heads = ("parameters", "download", "on a GPU", "on a CPU")
+    table = Table(Column("model", no_wrap=True), *heads, title="Models for your own documents, by size and memory")
+    for model in describe_models():
+        sizes = (size(model[f"{kind}_bytes"]) for kind in ("file", "gpu", "cpu"))
+        table.add_row(model["model"], f"{model['parameters'] / 1e9:.1f} billion", *sizes)
+    return table
 
 
 def describe_methods() -> list[dict[str, Any]]:

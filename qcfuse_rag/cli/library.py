@@ -37,7 +37,9 @@ def with_settings(config: EngineConfig, settings: LibrarySettings) -> EngineConf
 def open_engine(
     store: KVStore, config: EngineConfig, settings: LibrarySettings | None = None, *, method: Method | None = None
 ) -> FusionEngine:
-    """Load an engine over an open store, which the caller closes; print a note if the library's model has changed."""
+    """Load an engine over an open store, which the caller closes; print notes on the bundled and on a changed model."""
+    if config.model is None:
+        print_note("note:", "the bundled model is for the demonstration; `qcfuse models list` names others")
     with status("loading the model"):
         config = replace(config, weights=config.weights or "model", verdict="ignore", compiled=False)
         engine = FusionEngine.load(config, store=store, method=method)

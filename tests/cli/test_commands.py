@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shutil
 import signal
@@ -106,6 +107,31 @@ def test_methods_lists_all_with_their_papers(run: Run) -> None:
     }
     assert "2606.05875" in methods["qcfuse"]["source"]
     assert "qcfuse" in run("methods")[1]
+
+
+def test_models_list_names_models_by_size_with_a_command(run: Run) -> None:
+    models = run.json("models", "list")["models"]
+    assert [model["parameters"] for model in models] == sorted(model["parameters"] for model in models)
+    assert all(model["cpu_bytes"] == 2 * model["gpu_bytes"] == 4 * model["parameters"] for model in models)
+    code, out, _ = run("models", "list")
+    assert (code, f"warm run FOLDER --store library --model {models[0]['model']}\n" in out) == (0, True)
+    assert all(model["model"] in out for model in models)
+
+
+def test_the_bundled_model_is_said_to_be_for_the_demonstration(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qcfuse_rag.engine.engine.default_model", lambda: model_folder)
+    for folder, options, count in (("own", (), 1), ("named", ("--model", model_folder), 0)):
+        options = (*options, "--store", tmp_path / folder, "--device", "cpu")
+        monkeypatch.setattr("sys.stdin", io.StringIO("Who keeps the paint?\n"))
+        for command in (
+            ("warm", "run", documents, *options, "--base", "framed"),
+            ("ask", "Who keeps the paint?", *options, *METHOD_OPTIONS, "--max-new-tokens", 1, "--json"),
+            ("chat", *options, *METHOD_OPTIONS, "--max-new-tokens", 1),
+        ):
+            code, out, err = run(*command)
+            assert (code, err.count("`qcfuse models list`"), "models list" in out) == (0, count, False)
 
 
 def test_models_check_proves_a_model(run: Run, model_folder: str) -> None:
