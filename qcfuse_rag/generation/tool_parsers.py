@@ -8,10 +8,10 @@ of JSON after a special token (Mistral), and bare JSON (Llama 3).
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,10 +21,11 @@ from qcfuse_rag.generation.sampling import close_objects, json_grammar, with_com
 from qcfuse_rag.prompts.chat_template import ChatTemplate
 from qcfuse_rag.prompts.template import Tool
 
+NAMED = 20
+"""Most tools that are named where a call names none of them."""
+
 ARGUMENT_KEYS = ("arguments", "parameters")
 """Keys of a call's arguments. A model that was trained on one of them sometimes writes the other."""
-
-CODE_FENCE = re.compile(r"^\s*```(?:json)?\s*|\s*```\s*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class ToolCallParser:
     def parse(self, text: str, tools: Sequence[Tool]) -> ParsedResponse:
         """Parse an answer with its special tokens; the tools are those that the model could call."""
         content, *pieces = text.split(self.start_tag)
+        names = _names(tools)
         if not pieces:
             return self._parse_untagged(text, tools)
         calls: list[ToolCall | BrokenCall] = []
@@ -81,7 +83,7 @@ class ToolCallParser:
             except (ValueError, RecursionError) as error:  # also of long numbers and deep nesting
                 calls.append(BrokenCall(piece.strip(), f"not JSON: {error}"))
                 continue
-            calls += [self._call(item, tools) for item in (data if isinstance(data, list) else [data])]
+            calls += [self._call(item, names) for item in (data if isinstance(data, list) else [data])]
             text_after_calls += piece.lstrip()[stop:].lstrip().removeprefix(self.end_tag).strip()
         content = content + text_after_calls if text_after_calls else content.rstrip()
         valid = tuple(call for call in calls if isinstance(call, ToolCall))
@@ -90,13 +92,17 @@ class ToolCallParser:
     def _parse_untagged(self, text: str, tools: Sequence[Tool]) -> ParsedResponse:
         # Small models forget the tag, and Llama 3 was not trained on one. All of the answer has to be JSON.
         try:
-            data = json.loads(CODE_FENCE.sub("", text))
+            stripped = text.strip()
+            fenced = stripped.removeprefix("```")
+            fenced = fenced if fenced == stripped else fenced.removeprefix("json")
+            data = json.loads(fenced.removesuffix("```"))
         except (ValueError, RecursionError):
             return ParsedResponse(text)
         items = data if isinstance(data, list) else [data]
         if not all(isinstance(item, dict) and any(key in item for key in ARGUMENT_KEYS) for item in items):
             return ParsedResponse(text)
-        calls = [self._call(item, tools) for item in items]
+        names = _names(tools)
+        calls = [self._call(item, names) for item in items]
         valid = tuple(call for call in calls if isinstance(call, ToolCall))
         return ParsedResponse("", valid) if valid and len(valid) == len(calls) else ParsedResponse(text)
 
@@ -144,11 +150,10 @@ class ToolCallParser:
             "additionalProperties": False,
         }
 
-    def _call(self, data: Any, tools: Sequence[Tool]) -> ToolCall | BrokenCall:
-        names = {tool["function"]["name"] for tool in tools}
+    def _call(self, data: Any, names: Mapping[str, None]) -> ToolCall | BrokenCall:
         name = data.get("name") if isinstance(data, dict) else None
         if not isinstance(name, str) or name not in names:
-            return BrokenCall(json.dumps(data), f"it names none of the tools {', '.join(sorted(names))}")
+            return BrokenCall(json.dumps(data), f"it names none of the tools {', '.join(islice(names, NAMED))}")
         values = [data[key] for key in ARGUMENT_KEYS if key in data]
         if not values and len(data) > 1:
             return BrokenCall(json.dumps(data), "it has no arguments")
@@ -189,6 +194,10 @@ def can_call_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _parser_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> ToolCallParser | None:
     template = tokenizer.get_chat_template(tools=list(tools)) if tokenizer.chat_template is not None else ""
     return next((parser for parser in TOOL_CALL_PARSERS if parser.template_marker in template), None)
+
+
+def _names(tools: Sequence[Tool]) -> dict[str, None]:
+    return dict.fromkeys(sorted(tool["function"]["name"] for tool in tools))
 
 
 def _redirect_references(schema: Any, new_names: Mapping[str, str]) -> Any:

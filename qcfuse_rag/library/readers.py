@@ -34,6 +34,11 @@ LONG_RUN = re.compile(r"(?<![^\s\u3002\uff01\uff1f])[^\s\u3002\uff01\uff1f]{1024
 LONG_LINE = re.compile(r"(?<![^\n])[^\n]{8192,}")
 """Matches lines that are split into parts of at most `PART` characters first, for the same reason."""
 
+DEEP_MARKDOWN = re.compile(
+    r"^(?:(?:[ \t]*+(?:>|[*+-][ \t]|\d{1,9}[.)][ \t])){8}|(?: {32}|\t{8})[ \t]*+(?:[>*+-]|\d{1,9}[.)]))", re.M
+)
+"""Matches lists and quotes of more than some eight levels; the Markdown splitter's time grows with levels and length."""
+
 PART = 8192
 LAST_SENTENCE_END = re.compile(r".*(?:[.!?]\s|[\u3002\uff01\uff1f])")
 LAST_SPACE = re.compile(r".*\s")
@@ -175,17 +180,19 @@ class TextSplitting:
         A run of 1,024 characters without a space or an end of a sentence is cut by its length in bytes, because no
         token is shorter than a byte.
         """
+        markdown = markdown and DEEP_MARKDOWN.search(text) is None
         splitter = self._markdown if markdown else self._plain
         text = text.replace("\f", "\n\n")
+        parts = _split_long_blocks if markdown else _split_long_lines
         passages: list[str] = []
         end = 0
         for run in LONG_RUN.finditer(text):
-            for part in _split_long_lines(text[end : run.start()]):
+            for part in parts(text[end : run.start()]):
                 passages += splitter.chunks(part)
             for piece in _cut_by_bytes(run[0], self._max_tokens):
                 passages += self._plain.chunks(piece)
             end = run.end()
-        for part in _split_long_lines(text[end:]):
+        for part in parts(text[end:]):
             passages += splitter.chunks(part)
         return passages
 
@@ -249,6 +256,20 @@ def _split_long_lines(text: str) -> Iterator[str]:
             yield text[start:position]
             start = position
     yield text[start:]
+
+
+def _split_long_blocks(text: str) -> Iterator[str]:
+    """Yield a text in parts as `_split_long_lines`; blocks without a blank line end a part every `PART` characters."""
+    for part in _split_long_lines(text):
+        start = begun = position = 0
+        for line in part.splitlines(keepends=True):
+            if not line.strip():
+                begun = position + len(line)
+            elif position + len(line) - begun > PART and position > start:
+                yield part[start:position]
+                start = begun = position
+            position += len(line)
+        yield part[start:]
 
 
 def _cut_by_bytes(text: str, max_bytes: int) -> Iterator[str]:

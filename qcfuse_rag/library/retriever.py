@@ -12,8 +12,11 @@ from pathlib import Path, PurePath
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import IndexedPassage, PassageIndex, RetrievalLog, embedder_source
 
-HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.+?)[ \t\r#]*$", re.MULTILINE)
-"""Matches a Markdown heading."""
+HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]++(?=[^\n]*[^ \t\r#\n])([^\n]+)", re.MULTILINE)
+"""Matches a Markdown heading, with spaces and signs at its end."""
+
+TITLE_PASSAGES = 256
+"""Passages before one in which its heading is sought."""
 
 QUERY_CHARACTERS = 20_000
 """Characters of a question that are embedded; embedding models read some 500 tokens, but tokenise the whole text."""
@@ -107,12 +110,9 @@ class Retriever:
 
 def _title(passages: Sequence[IndexedPassage], row: int) -> str | None:
     """Return the first heading of a passage, or the last heading before it in its document."""
-    own = HEADING.search(passages[row].text)
-    if own is not None:
-        return own[1]
+    headings, first = HEADING.findall(passages[row].text)[:1], max(0, row - TITLE_PASSAGES)
     # The passages of a document are next to each other, in order.
-    while row > 0 and passages[row - 1].source == passages[row].source:
+    while not headings and row > first and passages[row - 1].source == passages[row].source:
         row -= 1
-        if headings := HEADING.findall(passages[row].text):
-            return str(headings[-1])
-    return None
+        headings = HEADING.findall(passages[row].text)
+    return headings[-1].rstrip(" \t#\r") if headings else None

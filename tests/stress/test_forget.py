@@ -301,10 +301,12 @@ def test_forget_beside_every_running_process(tmp_path: Path, monkeypatch: pytest
     running = {name: fork(role) for name, role in roles.items()}
     for number in range(trials):
         tally.trials += 1
-        library.path(number).write_text(library.text(number))
         library.found.add(0, "number", number - library.found.total("number"))
-        assert wait(fork(library.warm_once)) == 0
-        time.sleep(rng.uniform(0.0, 0.6))
+        if number % 3 == 0:
+            for other in range(number, number + 3):
+                library.path(other).write_text(library.text(other))
+            assert wait(fork(library.warm_once)) == 0
+        time.sleep(rng.uniform(0.0, 0.3))
         forgetter = fork(partial(library.forget, number, rng.choice(("command", "server", "warm"))))
         for name in rng.sample(sorted(roles), rng.choice((0, 1, 1, 2))):
             time.sleep(rng.uniform(0.0, 0.1))
