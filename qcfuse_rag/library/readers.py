@@ -35,7 +35,7 @@ LONG_LINE = re.compile(r"(?<![^\n])[^\n]{8192,}")
 """Matches lines that are split into parts of at most `PART` characters first, for the same reason."""
 
 DEEP_MARKDOWN = re.compile(
-    r"^(?:(?:[ \t]*+(?:>|[*+-][ \t]|\d{1,9}[.)][ \t])){8}|(?: {32}|\t{8})[ \t]*+(?:[>*+-]|\d{1,9}[.)]))", re.M
+    r"(?m)^(?:(?:[ \t]*+(?:>|[*+-][ \t]|\d{1,9}[.)][ \t])){8}|(?: {32}|\t{8})[ \t]*+(?:[>*+-]|\d{1,9}[.)]))"
 )
 """Matches lists and quotes of more than some eight levels; the Markdown splitter's time grows with levels and length."""
 
