@@ -97,7 +97,8 @@ def test_a_megabyte_of_markdown_is_split_in_a_minute(tokenizer: PreTrainedTokeni
     started = time.process_time()
     passages = TextSplitting(tokenizer, 384).split(text, markdown=True)
     assert time.process_time() - started < 120
-    assert len("".join(passages)) > 0.3 * len(text)
+    read, given = ("".join(each.split()) for each in ("".join(passages), text))  # splitting drops white space
+    assert len(read) > 0.3 * len(given)
 
 
 def test_control_tokens_of_a_megabyte_are_marked_in_seconds(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.errors import QCFuseError, StoreError
+from qcfuse_rag.errors import Closed, QCFuseError, StoreError
 from qcfuse_rag.ingestion.warm_job import Progress
 from qcfuse_rag.library.index import PassageIndex
 from qcfuse_rag.library.readers import TextSplitting, is_markdown
@@ -107,7 +107,7 @@ class ServedLibrary(Retriever):
         super().__init__(folder)
         self.editable = editable
         self._folder, self._engine, self._count = folder, engine, count
-        self._changing = changing
+        self._changing, self._closed = changing, threading.Event()
         self.forget_listeners: list[Callable[[str], object]] = [on_forget]
         self._splitting = TextSplitting(engine.lm.tokenizer, PASSAGE_TOKENS) if editable else None
         self._retrieving = threading.Lock()  # tokenizers cannot be used by two threads at once
@@ -159,6 +159,7 @@ class ServedLibrary(Retriever):
 
         Raises:
             Busy: if another job changes the library.
+            Closed: if it is closed meanwhile.
             StoreError: if the store or the library cannot be written.
             QCFuseError: if a document has no text, or the library's caches are derived from other passages.
         """
@@ -170,8 +171,14 @@ class ServedLibrary(Retriever):
         if empty := [name for name, texts in passages.items() if not texts]:
             raise QCFuseError(f"{empty[0]} has no text")
         texts = [text for document in passages.values() for text in document]
+
+        def advance(done: int, total: int) -> None:
+            self._require_open()
+            progress(done, total)
+
         with self._changing():
-            vectors, _ = self.embed(texts, stopped=lambda: False)
+            vectors, _ = self.embed(texts, stopped=self._closed.is_set)
+            self._require_open()
             index = PassageIndex.load(self._folder)
             index.replace(passages, vectors)
             self._replace_index(index)
@@ -179,7 +186,7 @@ class ServedLibrary(Retriever):
                 texts,
                 sources=[name for name, document in passages.items() for _ in document],
                 batch_tokens=BATCH_TOKENS,
-                progress=progress,
+                progress=advance,
             )
         return {"documents": len(passages), "passages": len(texts), **summary.to_dict()}
 
@@ -206,6 +213,14 @@ class ServedLibrary(Retriever):
                     dropped = listener(source)
                     waiting += dropped if isinstance(dropped, int) else 0
         return {"caches": caches, "passages": before - len(index.passages), "waiting": waiting}
+
+    def close(self) -> None:
+        """End adding documents at the next batch; what is warm by then stays."""
+        self._closed.set()
+
+    def _require_open(self) -> None:
+        if self._closed.is_set():
+            raise Closed("the server ends")
 
     def _sources_of(self, names: Iterable[str]) -> list[str]:
         """Return the source of each document with a short name, if there is one and no source has this name itself."""

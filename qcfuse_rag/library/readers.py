@@ -37,7 +37,7 @@ LONG_LINE = re.compile(r"(?<![^\n])[^\n]{8192,}")
 DEEP_MARKDOWN = re.compile(
     r"(?m)^(?:(?:[ \t]*+(?:>|[*+-][ \t]|\d{1,9}[.)][ \t])){8}|(?: {32}|\t{8})[ \t]*+(?:[>*+-]|\d{1,9}[.)]))"
 )
-"""Matches lists and quotes of more than some eight levels; the Markdown splitter's time grows with levels and length."""
+"""Matches lists and quotes of more than some eight levels, which the Markdown splitter takes long for."""
 
 PART = 8192
 LAST_SENTENCE_END = re.compile(r".*(?:[.!?]\s|[\u3002\uff01\uff1f])")

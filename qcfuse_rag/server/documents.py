@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
 
-from anyio import CapacityLimiter, to_thread
+from anyio import to_thread
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -17,10 +20,15 @@ from starlette.routing import Route
 
 from qcfuse_rag.errors import Busy, QCFuseError, StoreError
 from qcfuse_rag.library.documents import ServedLibrary
-from qcfuse_rag.server.bodies import JsonBodies, error_response
+from qcfuse_rag.server.bodies import CLIENT_CLOSED, JsonBodies, error_response, wait_while_connected
 from qcfuse_rag.server.event_response import event_response
 from qcfuse_rag.server.protocol.failures import Failure, failure_of
 from qcfuse_rag.server.protocol.generation_request import FailFastList
+
+T = TypeVar("T")
+
+FORGET_WAIT_S = 5.0
+"""Seconds that a removal waits for changes before it."""
 
 
 class Document(BaseModel):
@@ -39,7 +47,7 @@ class AddRequest(BaseModel):
 
 def document_routes(library: ServedLibrary | None, bodies: JsonBodies, max_documents: int) -> list[Route]:
     """Return the routes: clients may list a library's documents, and change them if it is editable."""
-    jobs = CapacityLimiter(1)
+    jobs = Jobs()
 
     def editable() -> ServedLibrary:
         if library is None or not library.editable:
@@ -73,18 +81,22 @@ def document_routes(library: ServedLibrary | None, bodies: JsonBodies, max_docum
         def note(done: int, total: int) -> None:
             loop.call_soon_threadsafe(steps.put_nowait, {"done": done, "total": total})
 
-        job = asyncio.ensure_future(to_thread.run_sync(changed.add, documents, note, limiter=jobs))
+        job = Job(jobs, partial(changed.add, documents, note))
         if body.stream:
             return event_response(progress_stream(job, steps))
         try:
-            return JSONResponse(await asyncio.shield(job))
+            if not await wait_while_connected(job.result, request):
+                return Response(status_code=CLIENT_CLOSED)
+            return JSONResponse(job.result.result())
         except QCFuseError as error:
             return error_response(job_failure(error))
+        finally:
+            job.drop()
 
     async def forget(request: Request) -> Response:
         source = request.path_params["source"]
         try:
-            removed = await to_thread.run_sync(editable().forget, source, limiter=jobs)
+            removed = await jobs.run(partial(editable().forget, source), wait_s=FORGET_WAIT_S)
         except QCFuseError as error:
             return error_response(job_failure(error))
         if not any(removed.values()):
@@ -105,18 +117,62 @@ def job_failure(error: Exception) -> Failure:
     return failure_of(error)
 
 
-async def progress_stream(
-    job: asyncio.Future[dict[str, Any]], steps: asyncio.Queue[dict[str, int]]
-) -> AsyncGenerator[str, None]:
-    """Yield the tokens done and in total as server-sent events, then the result; the job goes on if the client goes."""
-    while not (job.done() and steps.empty()):
-        step = asyncio.ensure_future(steps.get())
-        await asyncio.wait({job, step}, return_when=asyncio.FIRST_COMPLETED)
-        if step.done():
-            yield f"data: {json.dumps(step.result())}\n\n"
-        else:
-            step.cancel()
+class Jobs:
+    """Changes of a library, one at a time, each in a thread that does not keep the process from ending."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Lock()
+
+    async def run(self, change: Callable[[], T], *, wait_s: float | None = None, begin: Callable[[], None] = int) -> T:
+        """Wait for the changes before, and make one; raise `Busy` if they take longer than some seconds."""
+        try:
+            await asyncio.wait_for(self._free.acquire(), wait_s)
+        except TimeoutError as error:
+            raise Busy("documents are being added; ask again later") from error
+        try:
+            begin()
+            done: Future[T] = Future()
+
+            def work() -> None:
+                try:
+                    done.set_result(change())
+                except BaseException as error:
+                    done.set_exception(error)
+
+            threading.Thread(target=work, name="qcfuse-documents", daemon=True).start()
+            return await asyncio.wrap_future(done)
+        finally:
+            self._free.release()
+
+
+class Job:
+    """A change that waits, is made or was made; one that waits can be dropped."""
+
+    def __init__(self, jobs: Jobs, change: Callable[[], dict[str, Any]]) -> None:
+        self._begun = False
+        self.result = asyncio.ensure_future(jobs.run(change, begin=self._begin))
+
+    def drop(self) -> None:
+        """Drop the change with its documents if it has not begun."""
+        if not self._begun:
+            self.result.cancel()
+
+    def _begin(self) -> None:
+        self._begun = True
+
+
+async def progress_stream(job: Job, steps: asyncio.Queue[dict[str, int]]) -> AsyncGenerator[str, None]:
+    """Yield the tokens done and in total as server-sent events, then the result; without a client a job goes on."""
     try:
-        yield f"data: {json.dumps(job.result())}\n\ndata: [DONE]\n\n"
+        while not (job.result.done() and steps.empty()):
+            step = asyncio.ensure_future(steps.get())
+            await asyncio.wait({job.result, step}, return_when=asyncio.FIRST_COMPLETED)
+            if step.done():
+                yield f"data: {json.dumps(step.result())}\n\n"
+            else:
+                step.cancel()
+        yield f"data: {json.dumps(job.result.result())}\n\ndata: [DONE]\n\n"
     except Exception as error:
         yield job_failure(error).event
+    finally:
+        job.drop()

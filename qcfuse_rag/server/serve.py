@@ -33,6 +33,9 @@ from qcfuse_rag.server.idle_warming import IdleWarming
 HEADERS_S = 15.0
 """Seconds for a client to send a request's headers, from the connection or from the request's first byte."""
 
+DRAIN_S = 8
+"""Seconds for the answers in progress when the server is to end."""
+
 ORIGIN = re.compile(r"https?://[^/*\s]+")
 
 SPARE_CONNECTIONS = 512
@@ -129,7 +132,7 @@ class LibraryServer:
             library=library,
             playground=settings.playground,
             origins=settings.origins,
-            on_shutdown=backend.close,
+            on_shutdown=backend.close if library is None else partial(_close, library, backend),
         )
 
     def notes(self) -> list[str]:
@@ -199,9 +202,14 @@ def make_server(
         ws="none",
         log_level="warning",
         limit_concurrency=max_requests + SPARE_CONNECTIONS,
-        timeout_graceful_shutdown=60,
+        timeout_graceful_shutdown=DRAIN_S,
     )
     return uvicorn.Server(config)
+
+
+def _close(library: ServedLibrary, backend: EngineBackend) -> None:
+    library.close()
+    backend.close()
 
 
 def _served_library(engine: FusionEngine, folder: Path, settings: ServerSettings) -> ServedLibrary:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,18 @@ import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
 from qcfuse_rag.engine.scheduler import EngineHandle
-from qcfuse_rag.errors import Busy, StoreError
+from qcfuse_rag.errors import Busy, Closed, StoreError
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
 from qcfuse_rag.library.readers import is_markdown
 from qcfuse_rag.library.retriever import Retriever
+from qcfuse_rag.server import documents as document_jobs
 from qcfuse_rag.server import idle_warming
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import RequestLimits
 from qcfuse_rag.server.backend import CLIENTS, EngineBackend
+from qcfuse_rag.server.documents import Job, Jobs, progress_stream
 from qcfuse_rag.server.idle_warming import IdleWarming
 from tests.support.cli import Run
 from tests.support.engines import make_engine
@@ -221,6 +224,52 @@ def test_questions_are_retrieved_for_while_documents_are_added(
 
 def test_a_markdown_file_is_known_by_its_ending_in_capitals_too() -> None:
     assert [is_markdown(name) for name in ("a.md", "A.MD", "a.txt")] == [True, True, False]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_job_that_waits_is_dropped_with_its_client_and_the_one_that_runs_is_not(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_jobs, "FORGET_WAIT_S", 0.1)
+    jobs, go_on, made = Jobs(), threading.Event(), list[int]()
+
+    def change(number: int) -> dict[str, Any]:
+        go_on.wait(20)
+        made.append(number)
+        return {}
+
+    running, *waiting = [Job(jobs, partial(change, number)) for number in range(4)]
+    await until(lambda: running._begun)
+    for job in (running, *waiting[:2]):
+        if stream:
+            events = progress_stream(job, asyncio.Queue())
+            reading = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0.01)
+            reading.cancel()
+            await asyncio.wait({reading})
+            await events.aclose()
+        else:
+            job.drop()
+    with pytest.raises(Busy, match="being added"):
+        await jobs.run(lambda: None, wait_s=0.1)
+    go_on.set()
+    assert (await running.result, await waiting[2].result, made) == ({}, {}, [0, 3])
+    assert [job.result.cancelled() for job in waiting] == [True, True, False]
+
+
+async def test_adding_ends_with_the_server(library: ServedLibrary, folder: Path) -> None:
+    """Between the embedding of texts, and between batches."""
+    steps = list[int]()
+
+    def progress(done: int, total: int) -> None:
+        steps.append(done)
+        library.close()
+
+    documents = {f"{number}.md": f"{HARBOUR} {number} " * 30 for number in range(6)}
+    for _ in range(2):
+        with pytest.raises(Closed, match="the server ends"):
+            library.add(documents, progress)
+    assert len(steps) == 1
 
 
 async def test_adding_a_name_again_replaces_the_document(
@@ -510,8 +559,14 @@ def test_the_command_serves_what_it_warmed(run: Run, model_folder: str, corpus_f
             found = http.post("/v1/chat/completions", json=asked).json()["documents"]
             assert found[0]["source"] == "new.md"
             assert http.delete("/v1/documents/new.md").json()["passages"] == 1
+            long = json.dumps({"documents": [{"source": "long.md", "text": f"{HARBOUR} " * 40_000}], "stream": True})
+            with (
+                suppress(httpx.ReadTimeout),
+                http.stream("POST", "/v1/documents", content=long, headers=JSON, timeout=1),
+            ):
+                time.sleep(1)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+        assert server.wait(10) == 0
 
 
 async def test_a_document_is_known_by_its_short_name_too(
