@@ -123,7 +123,9 @@ class Jobs:
     def __init__(self) -> None:
         self._free = asyncio.Lock()
 
-    async def run(self, change: Callable[[], T], *, wait_s: float | None = None, begin: Callable[[], None] = int) -> T:
+    async def run(
+        self, change: Callable[[], T], *, wait_s: float | None = None, begin: Callable[[], object] = bool
+    ) -> T:
         """Wait for the changes before, and make one; raise `Busy` if they take longer than some seconds."""
         try:
             await asyncio.wait_for(self._free.acquire(), wait_s)

@@ -256,13 +256,17 @@ def open_blobs(url: str) -> BlobStore:
             `FsspecBlobs`.
 
     Raises:
-        StoreError: if the library for such a URL is not installed, or there is none.
+        StoreError: if the library for such a URL is not installed, or there is none; for chained URLs and references,
+            by which whoever writes the settings of a store could have any file read.
     """
     from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
     from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 
-    server = url.startswith(("redis://", "rediss://", "unix://"))
-    return RedisBlobs(url) if server else FsspecBlobs(url)
+    if url.startswith(("redis://", "rediss://", "unix://")):
+        return RedisBlobs(url)
+    if "::" in url or url.partition(":")[0].lower() == "reference":
+        raise StoreError(f"{url_without_secrets(url)!r} is chained or a reference; name the bucket or folder itself")
+    return FsspecBlobs(url)
 
 
 def url_without_secrets(url: str) -> str:

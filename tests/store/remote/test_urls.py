@@ -28,6 +28,14 @@ def test_a_url_that_nothing_understands_is_an_error(url: str) -> None:
         open_remote(url)
 
 
+@pytest.mark.parametrize(
+    "url", ["reference://x::file:///etc/passwd", "simplecache::s3://bucket", "REFERENCE://x", "zip://a.kv::/tmp/b.zip"]
+)
+def test_a_url_that_leads_through_another_is_refused_before_anything_is_read(url: str) -> None:
+    with pytest.raises(StoreError, match="chained or a reference"):
+        open_remote(url)
+
+
 def test_a_redis_url_that_is_none_does_not_show_its_password() -> None:
     with pytest.raises(StoreError, match="a Redis URL begins with") as caught:
         open_remote("redis://:secret@host:port/0")
