@@ -51,8 +51,10 @@ class RedisBlobs:
     def read(self, name: str) -> bytes | None:
         """Return a blob, or None if there is none."""
         data = self._client.get(self._prefix + name)
-        if isinstance(data, str):
-            raise TypeError("the URL must not ask for decode_responses")
+        if data is not None and not isinstance(data, bytes):
+            raise TypeError(
+                f"the answer is a {type(data).__name__} instead of bytes; no URL may ask for decode_responses"
+            )
         return data
 
     def write(self, name: str, parts: Sequence[Buffer], ttl_s: float | None = None) -> None:

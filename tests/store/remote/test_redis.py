@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import socketserver
+import threading
+from pathlib import Path
+
 import pytest
 import redis
 
 from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 from qcfuse_rag.store.backends.remote import RemoteStore
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
@@ -37,3 +42,22 @@ def test_many_entries_are_listed_in_steps(on_redis: RedisBlobs, monkeypatch: pyt
     for number in range(50):
         on_redis.write(f"{number}.kv", [bytes(number)])
     assert sorted(on_redis.names()) == sorted((f"{number}.kv", number) for number in range(50))
+
+
+@pytest.mark.parametrize("answer", [b"*1\r\n$1\r\nx\r\n", b":7\r\n", b"+OK\r\n", b"!not RESP\r\n"])
+def test_a_server_that_answers_with_anything_else_is_a_miss_with_its_reason(answer: bytes, tmp_path: Path) -> None:
+    class Answers(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while command := self.rfile.readline():
+                for _ in range(int(command[1:])):  # an array of that many texts, each behind its length
+                    self.rfile.read(int(self.rfile.readline()[1:]) + 2)
+                self.wfile.write(answer)
+
+    with socketserver.ThreadingUnixStreamServer(str(tmp_path / "socket"), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = RemoteStore(RedisBlobs(f"unix://{tmp_path}/socket"))
+        miss = store.open(example_key())
+        assert isinstance(miss, Miss)
+        assert "redis" in miss.reason
+        store.close()
+        server.shutdown()
