@@ -156,6 +156,10 @@ def test_an_agent_answers_by_its_schema(chat: ChatQCFuse, tools: list[Any]) -> N
     assert [type(message) for message in state["messages"]] == [HumanMessage, AIMessage], "no tool was called for it"
 
 
+def test_langchains_middleware_reads_the_profile(chat: ChatQCFuse) -> None:
+    SummarizationMiddleware(chat, trigger=("fraction", 0.8))
+
+
 def test_the_profile_says_what_the_model_can(chat: ChatQCFuse) -> None:
     profile = chat.profile
     assert profile is not None
@@ -163,7 +167,6 @@ def test_the_profile_says_what_the_model_can(chat: ChatQCFuse) -> None:
     assert profile["tool_calling"]
     assert profile["structured_output"]
     assert not profile["reasoning_output"]
-    SummarizationMiddleware(chat, trigger=("fraction", 0.8))
     assert ChatQCFuse(model="none", profile={"max_input_tokens": 5}).profile == {"max_input_tokens": 5}
     thinking = ChatQCFuse.from_engine(make_engine(thinking_model(), MemoryStore()))
     assert thinking.profile is not None
