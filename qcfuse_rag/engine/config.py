@@ -40,8 +40,8 @@ class ModelConfig:
         dtype: Data type, such as bfloat16; by default the checkpoint's on a GPU, and on a CPU float32, or bfloat16 if
             measured to be faster.
         weights: Format of weights: model (in the dtype), float16 (on CPUs), or auto: float16 on CPUs where that was
-            measured to be faster. On GPUs also nf4, int8_weight_only and others, quantised as the model is loaded. By
-            default auto, but model for single commands: rounding takes seconds at each start.
+            measured to be faster. On GPUs also nf4 or int8_weight_only, quantised as the model is loaded. By default
+            auto, but model for single commands: rounding takes seconds at each start.
     """
 
     model: str | None = None

@@ -356,7 +356,7 @@ class ExactDecoder(Decoder):
 
     @property
     def needs_step(self) -> bool:
-        """Whether the next pass computes the last token's row; False while a finished draft waits for verification."""
+        """Whether the next pass computes the last token's row. A finished draft is verified first."""
         return super().needs_step and not self._draft_is_complete
 
     @property

@@ -32,7 +32,7 @@ Rules = list[tuple[Path, "GitIgnoreSpec"]]
 """The patterns of ignore files, each with the folder that they are relative to; later ones count more."""
 
 Unread = dict[str, list[str]]
-"""What is not read, by the reason: paths relative to the folder of all named paths."""
+"""Paths that are not read, by the reason. They are relative to the folder that holds all named paths."""
 
 
 def find_files(paths: Iterable[Path], skip: Sequence[Path] = (), unread: Unread | None = None) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -128,11 +129,10 @@ def check_paths(paths: Iterable[Path], reader: str, skip: Sequence[Path], *, if_
             raise QCFuseError(f"there are no files to read in {path}{if_empty}")
         if path.is_file():
             try:
-                if conversion_of(path) is None:
-                    decode_text(path.read_bytes())
-            except (UnreadableFile, OSError) as error:
-                reason = unreadable(error) if isinstance(error, OSError) else str(error)
-                raise QCFuseError(f"cannot read {path}: {reason}") from error
+                with _system_errors():
+                    _read_text(path, None)
+            except UnreadableFile as error:
+                raise QCFuseError(f"cannot read {path}: {error}") from error
 
 
 def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
@@ -210,18 +210,31 @@ def _read_file(path: Path, splitting: TextSplitting, convert: Converter, most_by
     name = str(real_path(path))
     if not is_unicode_text(name):
         raise UnreadableFile("named in bytes that are not UTF-8; rename them")
-    lines = path.suffix.lower() in JSON_LINES
-    try:
-        if (kind := conversion_of(path)) is not None:
+    with _system_errors():
+        kind, text = _read_text(path, most_bytes)
+        if kind is not None:
             return {name: splitting.split(convert.markdown(path, kind), markdown=True)}
-        if most_bytes is not None and not lines and path.stat().st_size > most_bytes:
-            raise UnreadableFile(f"larger than {most_bytes >> 20} MB; name the file to read it")
-        text = decode_text(path.read_bytes())
-    except OSError as error:
-        raise UnreadableFile(unreadable(error)) from error
-    if lines:
+    if path.suffix.lower() in JSON_LINES:
         return _read_lines(text, name, splitting)
     return {name: splitting.split(text, markdown=is_markdown(name))}
+
+
+def _read_text(path: Path, most_bytes: int | None) -> tuple[str | None, str]:
+    """Return the format that a file has to be converted from, or None and its text."""
+    if (kind := conversion_of(path)) is not None:
+        return kind, ""
+    lines = path.suffix.lower() in JSON_LINES
+    if most_bytes is not None and not lines and path.stat().st_size > most_bytes:
+        raise UnreadableFile(f"larger than {most_bytes >> 20} MB; name the file to read it")
+    return None, decode_text(path.read_bytes())
+
+
+@contextmanager
+def _system_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UnreadableFile(unreadable(error)) from error
 
 
 def _read_lines(text: str, name: str, splitting: TextSplitting) -> PassagesBySource:

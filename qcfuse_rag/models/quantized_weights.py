@@ -17,9 +17,6 @@ from transformers import PreTrainedModel
 
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
 
-BLOCK_SIZE = 64
-"""Weights that share a scale in `nf4`, the default of bitsandbytes."""
-
 
 def _int8(linear: nn.Linear, device: torch.device) -> nn.Module:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -45,7 +42,6 @@ def _nf4(linear: nn.Linear, device: torch.device) -> nn.Module:
     weight = Params4bit(
         linear.weight.detach(),
         requires_grad=False,
-        blocksize=BLOCK_SIZE,
         compress_statistics=False,
         quant_type="nf4",
         module=layer,

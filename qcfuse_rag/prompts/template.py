@@ -69,7 +69,7 @@ class PromptTemplate:
 
     @property
     def turn_starts(self) -> tuple[str, ...]:
-        """What begins a new turn of this wording in an answer: a line that starts with a label such as `Question:`."""
+        """Strings by which an answer begins a new turn of this wording: lines with a label such as `Question:`."""
         pieces = (piece for _, content in self.messages for piece in string.Formatter().parse(content))
         labels = [LABEL.search(literal) for literal, field, _, _ in pieces if field is not None]
         found = dict.fromkeys(label[0] for label in labels if label is not None and re.search(r"\w", label[0]))

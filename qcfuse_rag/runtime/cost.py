@@ -1,4 +1,4 @@
-"""What passes and loading cost on this machine: six coefficients that predict a prefill, and their measuring."""
+"""Predict the time of a prefill on this machine, by six coefficients that are measured here."""
 
 from __future__ import annotations
 
