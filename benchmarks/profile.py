@@ -21,7 +21,7 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import ProfileError
 from qcfuse_rag.fusion.state import FusedPrompt
-from qcfuse_rag.methods.qcfuse.layers import FORMAT, layers_by_depth
+from qcfuse_rag.methods.qcfuse import FORMAT, layers_by_depth
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role
 from qcfuse_rag.runtime.attention.scores import attention_weights

@@ -33,7 +33,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import IN_FULL
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.methods.qcfuse.layers import critical_layers
+from qcfuse_rag.methods.qcfuse import critical_layers
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.runner import ModelRunner

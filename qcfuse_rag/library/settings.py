@@ -13,7 +13,7 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.library.folder import SETTINGS_NAME, library_of
-from qcfuse_rag.methods import choose_method, default_method
+from qcfuse_rag.methods import DEFAULT_METHOD, choose_method
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.store.key import Base
@@ -116,7 +116,7 @@ class LibrarySettings:
             self,
             model=None if model is None else model_name(model),
             fingerprint=fingerprint.fields(),
-            method=self.method or default_method().name,
+            method=self.method or DEFAULT_METHOD,
             base=base,
             bases=tuple(dict.fromkeys((*earlier, *map(plain_name, warmed)))),
             template=template,

@@ -83,7 +83,7 @@ METHODS: Mapping[str, Callable[..., Method]] = Table(
         "cachecraft": "cachecraft:cachecraft",
         "fusionrag": "fusionrag:fusionrag",
         "prophetkv": "prophetkv:prophetkv",
-        "qcfuse": "qcfuse.method:qcfuse",
+        "qcfuse": "qcfuse:qcfuse",
         "relaxkv": "relaxkv:relaxkv",
         "agentkvshift": "agentkvshift:agentkvshift",
         "relaycaching": "relaycaching:relaycaching",
@@ -93,6 +93,9 @@ METHODS: Mapping[str, Callable[..., Method]] = Table(
 )
 """The functions that build methods, by name."""
 
+DEFAULT_METHOD = "auto"
+"""The method that is used if none is named."""
+
 METHOD_BASES: Mapping[str, Base] = Table(
     "qcfuse_rag.bases", "base", {"begun": "epic:BEGUN", "enriched": "fusionrag:ENRICHED"}
 )
@@ -101,7 +104,7 @@ METHOD_BASES: Mapping[str, Base] = Table(
 RANKINGS: Mapping[str, Callable[[Base], Base]] = Table(
     "qcfuse_rag.rankings",
     "ranking",
-    {"kvzip": "qcfuse.anchors:kvzip", "knorm": "qcfuse.anchors:knorm", "sinks": "qcfuse.anchors:sinks"},
+    {"kvzip": "rankings:kvzip", "knorm": "rankings:knorm", "sinks": "rankings:sinks"},
 )
 """Functions that return a base with another ranking of tokens, which is named `base+ranking`."""
 
@@ -133,16 +136,11 @@ def all_bases() -> list[str]:
     return [*CORE_BASES, *METHOD_BASES]
 
 
-def default_method() -> Method:
-    """Return the method that is used if none is named: `auto`."""
-    return make_method("auto")
-
-
 def choose_method(name: str | None = None, *, ratio: float | None = None, base: str | None = None) -> Method:
     """Build the method a user names in settings or on the command line.
 
     Args:
-        name: a key of `METHODS`; None is the default, `auto`.
+        name: a key of `METHODS`; None is `DEFAULT_METHOD`.
         ratio: share of reused tokens to recompute; None is the method's default: the published ratio, and for `auto`
             the ratio that `qcfuse verify` recommends.
         base: name of a base; None is framed even for methods published with blind caches, because passages are
@@ -151,12 +149,7 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
     Raises:
         UnknownMethod: if there is no such method or base, or the method does not take the setting.
     """
-    chosen = None if base is None else find_base(base)
-    if name is None:
-        default = default_method()
-        if ratio is None and base is None:
-            return default
-        name = default.name
+    name, chosen = name or DEFAULT_METHOD, None if base is None else find_base(base)
     if chosen is None and name in METHODS:
         published = inspect.signature(METHODS[name]).parameters.get("base")
         if published is not None and published.default in (BLIND, None):

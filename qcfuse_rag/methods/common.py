@@ -16,7 +16,6 @@ from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.ingestion.prefill import SINKS
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.layer_hooks import HookedPass, LayerHook
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
 
@@ -120,27 +119,6 @@ def deviation(
     return torch.stack(parts).sum(0)
 
 
-@dataclass(eq=False)
-class DeviationWatch(LayerHook):
-    """A layer hook that sets the `[R]` distance of one layer's stored keys and values from the fresh ones."""
-
-    layer: int
-    measure: Measure
-    distance: Tensor | None = None
-    _stored: tuple[Tensor, Tensor] | None = None
-
-    def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
-        """Keep all rows."""
-        if layer == self.layer:
-            self._stored = stored_rows(buffer, layer, rows)
-        return rows
-
-    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
-        """Measure the distance."""
-        if layer == self.layer and self._stored is not None:
-            self.distance = deviation(stored_rows(buffer, layer, rows), self._stored, self.measure)
-
-
 @dataclass(frozen=True, slots=True)
 class DeviationProbe:
     """Compute every reused token through the first layers and score it by the change of its keys and values.
@@ -176,16 +154,13 @@ class DeviationProbe:
         rows = plan.rows
         buffer = fused.await_all()
         saved = [stored_rows(buffer, index, rows) for index in range(layer + 1)]
-        watch = DeviationWatch(layer, self.measure)
-        hooked_pass = HookedPass(plan, watch, buffer)
-        fused.runner.prefills.hidden(fused.ids[rows], plan, buffer, depth=layer + 1, hooked_pass=hooked_pass)
-        fused.row_layers += hooked_pass.row_layers
+        fused.runner.prefills.hidden(fused.ids[rows], plan, buffer, depth=layer + 1)
+        fused.row_layers += len(rows) * (layer + 1)
+        by_layer = torch.zeros(1, len(fused.prompt), dtype=torch.float32, device=lm.device)
+        by_layer[0, rows] = deviation(stored_rows(buffer, layer, rows), saved[layer], self.measure)
         for index, (keys, values) in enumerate(saved):
             buffer.keys[index][:, :, rows] = keys
             buffer.values[index][:, :, rows] = values
-        assert watch.distance is not None
-        by_layer = torch.zeros(1, len(fused.prompt), dtype=torch.float32, device=lm.device)
-        by_layer[0, rows] = watch.distance
         return Scores(by_layer, (layer,))
 
 

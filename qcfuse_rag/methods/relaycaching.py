@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, Base, ChunkKey, hash_ids
+
+if TYPE_CHECKING:  # answers are made above the methods
+    from qcfuse_rag.generation.decoding import TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,18 +228,7 @@ class StoredAnswer:
     reason: str | None = None
 
 
-class AnsweredPrompt(Protocol):
-    """A prompt and its finished answer, as `FusionEngine.stream` gives it."""
-
-    @property
-    def prefilled(self) -> Prefilled:
-        """The prompt's prefill, on whose buffer the answer was decoded."""
-
-    def result(self) -> Any:
-        """Finish the answer and return it, with its token `ids` and its `text`."""
-
-
-def store_answer(writer: EntryWriter, stream: AnsweredPrompt, text: str | None = None) -> StoredAnswer:
+def store_answer(writer: EntryWriter, stream: TextStream, text: str | None = None) -> StoredAnswer:
     """Store the keys and values of an answer that will be a passage of later prompts.
 
     They must be exact: ask with `method=make_method("full")`. The tokens that the template adds to a passage are

@@ -25,7 +25,7 @@ from qcfuse_rag import (
     open_store,
 )
 from qcfuse_rag.library.folder import KV_FOLDER
-from qcfuse_rag.methods import all_bases, choose_method, default_method, find_base
+from qcfuse_rag.methods import all_bases, choose_method, find_base
 from qcfuse_rag.methods.captures.job import capture_chunks
 from qcfuse_rag.methods.captures.slots import context_of, slot_key
 from qcfuse_rag.methods.epic import BEGUN
@@ -256,12 +256,12 @@ def test_questions_over_an_attackers_passage_leave_nothing_in_the_store(
 
 def test_nothing_that_carries_is_made_or_read_unless_it_is_asked_for(llama: LanguageModel) -> None:
     store = MemoryStore()
-    engine = make_engine(llama, store, method=default_method())
+    engine = make_engine(llama, store, method=choose_method())
     engine.warm([ATTACK, VICTIM, OTHER], sources=["a", "v", "o"])
     opened = [store.open(entry.address) for entry in store.entries()]
     made = {found[0].base for found in opened if isinstance(found, tuple)}
     assert made == {BLIND.name, FRAMED.name, PRIMED.name}, "blind is the system prefix"
-    assert set(default_method().bases) == {FRAMED, PRIMED}
+    assert set(choose_method().bases) == {FRAMED, PRIMED}
     assert {name for name in METHODS if ENRICHED in choose_method(name).bases} == {"fusionrag"}
 
 

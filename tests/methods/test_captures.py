@@ -25,7 +25,7 @@ from qcfuse_rag.methods.captures.slots import (
     slot_to_write,
     worth_by_use,
 )
-from qcfuse_rag.methods.qcfuse.anchors import ranked
+from qcfuse_rag.methods.rankings import ranked
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV

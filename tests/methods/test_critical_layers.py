@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, make_method, open_store
-from qcfuse_rag.methods.qcfuse.layers import FORMAT, PROFILE_FILE, critical_layers, layers_by_depth
+from qcfuse_rag.methods.qcfuse import FORMAT, PROFILE_FILE, critical_layers, layers_by_depth
 from qcfuse_rag.store.key import BLIND
 from tests.support.passages import PASSAGES, QUESTION
 

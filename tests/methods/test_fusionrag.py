@@ -16,7 +16,7 @@ from qcfuse_rag.ingestion.similarity import nearest_chunks, token_vectors
 from qcfuse_rag.methods import find_base
 from qcfuse_rag.methods.epic import BEGUN
 from qcfuse_rag.methods.fusionrag import ENRICHED, fit_neighbours, retrieved_together
-from qcfuse_rag.methods.qcfuse.anchors import Ranking, ranked
+from qcfuse_rag.methods.rankings import Ranking, ranked
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import BLIND, FRAMED, Base
 from qcfuse_rag.verification.exactness import stock_attention

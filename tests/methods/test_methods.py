@@ -31,8 +31,7 @@ from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import Selection, TopTokens
 from qcfuse_rag.fusion.state import PlacedChunk
 from qcfuse_rag.methods.epic import ChunkHeads
-from qcfuse_rag.methods.qcfuse.layers import layers_by_depth
-from qcfuse_rag.methods.qcfuse.method import CriticalProbe
+from qcfuse_rag.methods.qcfuse import CriticalProbe, layers_by_depth
 from qcfuse_rag.methods.random import RandomTokens
 from qcfuse_rag.prompts.segments import Role, Segment, Span
 from qcfuse_rag.runtime.attention.scores import Scores

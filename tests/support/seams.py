@@ -90,7 +90,7 @@ enrichment_prefill = _seam("qcfuse_rag.methods.fusionrag.prefill_chunks")
 
 sampler = _seam("qcfuse_rag.engine.engine.Sampler")
 verdict_check = _seam("qcfuse_rag.engine.engine.require_verdict")
-kept_bytes = _seam("qcfuse_rag.verification.sweep.KEPT_BYTES")
+kept_bytes = _seam("qcfuse_rag.verification.sweep.CACHED_BYTES")
 verified_answers = _seam(
     "qcfuse_rag.verification.sweep.greedy_answers", "qcfuse_rag.verification.divergence.greedy_answers"
 )

@@ -16,7 +16,7 @@ from qcfuse_rag.engine.engine import require_verdict
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import FixedRatio, Method, VerifiedRatio
 from qcfuse_rag.methods.auto import DEFAULT_RATIO
-from qcfuse_rag.methods.qcfuse.layers import FORMAT, PROFILE_FILE
+from qcfuse_rag.methods.qcfuse import FORMAT, PROFILE_FILE
 from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.verification.verdict import Check, Trial, Verdict, find_verdict, method_digest, verdict_problem
 from tests.support.engines import make_engine

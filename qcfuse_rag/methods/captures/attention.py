@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.methods.captures.slots import Slot, context_of, fact, kendall_distance, shared_attention
-from qcfuse_rag.runtime.reference_attention import attention_scores
+from qcfuse_rag.runtime.reference_attention import attention_scores, seen_keys
 from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.chunk import ChunkKV
 
@@ -43,12 +43,10 @@ class ContextAttention:
         chunks = len(self._lengths)
         member = torch.nn.functional.one_hot(self._chunk, chunks).to(torch.float32)
         step = max(1, MAX_SCORE_BYTES // (4 * query.shape[1] * self._stop))
+        positions = torch.arange(self._stop, device=key.device)
         for start in range(self._start, self._stop, step):
             stop = min(start + step, self._stop)
-            distance = (
-                torch.arange(start, stop, device=key.device)[:, None] - torch.arange(stop, device=key.device)[None, :]
-            )
-            visible = distance >= 0 if params.window is None else (distance >= 0) & (distance < params.window)
+            visible = seen_keys(positions[start:stop], positions[:stop], params.window)
             scores = attention_scores(query[:, :, start:stop], key[:, :, :stop], params.scaling, params.softcap)
             weights = scores.masked_fill_(~visible, float("-inf")).softmax(-1)[0].mean(0)  # [r, stop]
             rows = slice(start - self._start, stop - self._start)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -67,16 +68,4 @@ def ranked(base: Base, ranking: Ranking) -> Base:
     return RankedBase(name, base.after_prefix, base.primed, False, base.revision, plain=base, ranking=ranking)
 
 
-def kvzip(base: Base) -> Base:
-    """Return a base that is ranked by the chunk's own repetition."""
-    return ranked(base, "kvzip")
-
-
-def knorm(base: Base) -> Base:
-    """Return a base that is ranked by small keys."""
-    return ranked(base, "knorm")
-
-
-def sinks(base: Base) -> Base:
-    """Return a base that is ranked by position."""
-    return ranked(base, "sinks")
+kvzip, knorm, sinks = (partial(ranked, ranking=name) for name in ("kvzip", "knorm", "sinks"))
