@@ -45,8 +45,10 @@ from qcfuse_rag.cli.options import (
     expand_options,
 )
 from qcfuse_rag.cli.store import store_app
+from qcfuse_rag.declared_options import declared_options
 from qcfuse_rag.engine.config import EngineConfig
 
+Serving = Annotated[ServeOptions, tuple(name for name in declared_options(ServeOptions) if name != "token")]
 WarmedModel = Annotated[EngineConfig, (*WORDING, "base")]
 VerifiedModel = Annotated[EngineConfig, tuple(name for name in METHOD if name != "ratio")]
 
@@ -130,7 +132,7 @@ def warm_status(store: Library, as_json: Json = False) -> None:
 def serve_command(
     store: Annotated[Path, typer.Option(help="Folder of a library or of a store.")],
     config: ModelAndMethod,
-    options: ServeOptions,
+    options: Serving,
 ) -> None:
     """Serve OpenAI chat completions over a library; documents are retrieved here or come with each request."""
     _code("serve").serve_library(store, config, options)

@@ -21,6 +21,7 @@ from qcfuse_rag.engine.config import EngineConfig, ModelConfig
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
 from qcfuse_rag.models.source import model_source
+from qcfuse_rag.server.settings import ServerSettings
 
 MODEL = tuple(declared_options(ModelConfig))
 WORDING = (*MODEL, "chat_template_kwargs")
@@ -123,21 +124,10 @@ class JobOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Options of `qcfuse serve`.
+class ServeOptions(ServerSettings):
+    """Options of `qcfuse serve`: what the server is to do, and the store and the machines to do it with.
 
     Attributes:
-        name: Name of the model for clients; by default its Hugging Face id, or the name of its folder or file.
-        host: Address to listen on; an address beyond loopback requires QCFUSE_TOKEN.
-        port: Port to listen on.
-        waiting: Maximum waiting requests; the server refuses more with 429.
-        most_tokens: Maximum tokens of an answer; chat requests that set no limit get 1,024.
-        top_k: Number of passages to retrieve from the library.
-        retrieve: Retrieve from the library also for requests that have no documents.
-        editable: Let clients add and remove documents of the library.
-        keep: Warm passages of clients that the store lacked, while no request waits.
-        no_playground: Serve no page for browsers at /.
-        origins: Web pages that may ask from a browser, such as http://localhost:3000; several by commas.
         prefix_mb: Megabytes of finished requests to keep in memory for conversations that go on.
         memory_gb: Gigabytes of passages' caches to keep in memory.
         ray: Ray cluster to serve on: auto, local, or an address.
@@ -147,18 +137,7 @@ class ServeOptions:
         gpus_per_replica: GPUs of each replica.
     """
 
-    name: str | None = None
-    host: str = "127.0.0.1"
-    port: Annotated[int, Ge(1), Le(65535)] = 8000
-    waiting: Annotated[int, Ge(1)] = 64
-    most_tokens: Annotated[int, Ge(1)] = 4096
     fidelity: FidelityOption = "fast"
-    top_k: Annotated[int, Ge(0)] = 6
-    retrieve: bool = False
-    editable: bool = False
-    keep: bool = False
-    no_playground: bool = False
-    origins: str | None = None
     prefix_mb: Annotated[int, Ge(0)] = 1000
     memory_gb: Annotated[float, Ge(0)] = 2.0
     remote: Remote = None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, print_line, print_note, status
@@ -16,9 +15,7 @@ from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.folder import existing_store_folder, has_secret, open_library_store, store_folder
 from qcfuse_rag.library.settings import LibrarySettings
-
-if TYPE_CHECKING:  # needs the extra `serve`
-    from qcfuse_rag.server.serve import ServerSettings
+from qcfuse_rag.server.settings import ServerSettings
 
 TOKEN_VARIABLE = "QCFUSE_TOKEN"
 
@@ -30,66 +27,45 @@ def serve_library(library: Path, config: EngineConfig, options: ServeOptions) ->
     config = replace(config, weights=config.weights or "auto", prefix_bytes=options.prefix_mb * 1_000_000)
     settings.require_caches(config.chosen_method())
     try:
-        from qcfuse_rag.server.serve import ServerSettings
+        from qcfuse_rag.server.serve import has_passages
     except ImportError as error:
         raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[serve]'`") from error
-    server = ServerSettings(
-        name=options.name or served_model_id(config.model or default_model()),
-        host=options.host,
-        port=options.port,
-        token=os.environ.get(TOKEN_VARIABLE) or None,
-        waiting=options.waiting,
-        most_tokens=options.most_tokens,
-        fidelity=options.fidelity,
-        top_k=options.top_k,
-        retrieve=options.retrieve,
-        editable=options.editable,
-        keep=options.keep,
-        playground=not options.no_playground,
-        origins=tuple(origin.strip() for origin in (options.origins or "").split(",") if origin.strip()),
-    )
+    options = replace(options, token=os.environ.get(TOKEN_VARIABLE) or None)
     refused = [f"--{flag}" for flag in ("retrieve", "editable", "keep") if getattr(options, flag)]
     if options.ray is not None and refused:
         raise QCFuseError(f"replicas on Ray have no {' and no '.join(refused)}; leave that out, or --ray")
-    server.check(library)
+    options.check()
+    if (options.retrieve or options.editable) and not has_passages(library):
+        raise QCFuseError(
+            f"no passages in {library}; --retrieve and --editable need a library of `qcfuse warm run`"
+        )
     if options.remote is None:
         existing_store_folder(library)  # do not create a library under a misspelt name
     if options.ray is None:
-        _serve_in_process(library, config, options, settings, server)
+        _serve_in_process(library, config, options, settings)
     else:
-        _serve_on_ray(library, config, options, server)
-
-
-def served_model_id(model: str) -> str:
-    """Return the Hugging Face id, also of a folder of the hub's cache, or the name of a folder or GGUF file."""
-    path = Path(model).expanduser()
-    if not path.exists():
-        return model
-    path = path.resolve()
-    if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
-        return path.parents[1].name.removeprefix("models--").replace("--", "/")
-    return path.stem if path.suffix.lower() == ".gguf" else path.name
+        _serve_on_ray(library, config, options)
 
 
 def _serve_in_process(
-    library: Path, config: EngineConfig, options: ServeOptions, settings: LibrarySettings, server: ServerSettings
+    library: Path, config: EngineConfig, options: ServeOptions, settings: LibrarySettings
 ) -> None:
     from qcfuse_rag.server.serve import LibraryServer
 
-    listener = server.listen()
+    listener = options.listen()
     with open_library_store(library, remote=options.remote, memory_bytes=int(options.memory_gb * 1e9)) as store:
         engine = open_engine(store, config, settings)
         print_verdict_note(engine)
         with status("warming up"):
             engine.compile()
-        running = LibraryServer(engine, library, server)
+        running = LibraryServer(engine, library, options)
         for note in running.notes():
             print_note("note:", note)
-        _print_address(server)
+        _print_address(options, config)
         running.run(listener)
 
 
-def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions, server: ServerSettings) -> None:
+def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions) -> None:
     from qcfuse_rag.cluster.workers import RayWorkers, connect
 
     if has_secret(library):
@@ -111,29 +87,19 @@ def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions, se
     autoscaling = None
     if options.most_replicas is not None:
         autoscaling = {"min_replicas": options.replicas, "max_replicas": options.most_replicas}
-    deployment = EngineDeployment(
-        replica,
-        server.name,
-        config=config,
-        token=server.token,
-        hosts=server.hosts,
-        most_tokens=server.most_tokens,
-        fidelity=server.fidelity,
-        playground=server.playground,
-        origins=server.origins,
-        max_queued=server.waiting,
-        autoscaling=autoscaling,
-    )
-    run_deployment(deployment, host=server.host, port=server.port)
+    # A plain object: the command line's packages may be missing on the cluster.
+    server = ServerSettings(**{field.name: getattr(options, field.name) for field in fields(ServerSettings)})
+    run_deployment(EngineDeployment(replica, server, config=config, autoscaling=autoscaling))
     try:
-        _print_address(server)
+        _print_address(options, config)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
     finally:
         stop_deployment()
 
 
-def _print_address(server: ServerSettings) -> None:
+def _print_address(server: ServerSettings, config: EngineConfig) -> None:
+    name, host = server.served_name(config.model or default_model()), server.host
     access = "with the token" if server.token is not None else "without a token"
-    host = f"[{server.host}]" if ":" in server.host else server.host
-    page = f", a page to try it at http://{host}:{server.port}/" if server.playground else ""
-    print_line(f"{server.name} at http://{host}:{server.port}/v1, {access}{page}; Ctrl-C ends", ERR)
+    host = f"[{host}]" if ":" in host else host
+    page = "" if server.no_playground else f", a page to try it at http://{host}:{server.port}/"
+    print_line(f"{name} at http://{host}:{server.port}/v1, {access}{page}; Ctrl-C ends", ERR)

@@ -25,10 +25,6 @@ SINGLE_HEADERS = (b"authorization", b"host", b"content-length", b"content-type")
 If such a header is repeated, a proxy may read another copy than this server.
 """
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Host names of the local machine. By DNS rebinding, a web page in a browser can point any other name here as well."""
-
-
 UNCOUNTED_BYTES = 64 << 10
 """Bytes of every body that are not counted in `RequestLimits.all_bodies_bytes`, so that short requests always pass."""
 

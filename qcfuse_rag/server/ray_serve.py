@@ -27,19 +27,20 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.applications import Starlette
 
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.scheduler import EngineHandle, SchedulerSettings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.generation.sampling_params import Fidelity
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Event, Queued
 from qcfuse_rag.server.protocol.failures import Failure
 from qcfuse_rag.server.protocol.generation_request import MAX_ANSWERS, CompletionRequest, GenerationRequest
+from qcfuse_rag.server.settings import ServerSettings
 from qcfuse_rag.store.factory import open_store
 
 CHOICES = 2
@@ -115,33 +116,24 @@ class EngineDeployment:
 
     Attributes:
         replica: model, store and resources of each replica; `count` is the number of replicas without autoscaling.
-        name: the model's name for clients.
+        server: what the deployment is to do; at most `waiting` requests wait for a replica.
         config: the other options of each replica's engine, such as the wording of prompts.
         method: instead of the config's, see `FusionEngine.load`.
-        token: that clients send; None admits every client.
-        hosts: allowed host names if there is no token, see `AuthMiddleware`; None allows any.
-        most_tokens: length limit of an answer.
-        fidelity: of requests that name none.
-        playground: whether to serve the page for browsers, see `server.playground`.
-        origins: web pages that may ask from a browser, see `make_app`.
         max_ongoing: most requests at a time in a replica.
-        max_queued: most requests that wait for a replica; further requests get 429.
         autoscaling: Ray Serve's autoscaling options, such as `{"min_replicas": 1, "max_replicas": 8}`.
     """
 
     replica: RayWorkers
-    name: str
+    server: ServerSettings = field(default_factory=ServerSettings)
     config: EngineConfig = field(default_factory=EngineConfig)
     method: Method | None = None
-    token: str | None = field(default=None, repr=False)
-    hosts: tuple[str, ...] | None = None
-    most_tokens: int = 4096
-    fidelity: Fidelity = "fast"
-    playground: bool = False
-    origins: tuple[str, ...] = ()
     max_ongoing: int = 16
-    max_queued: int = 64
     autoscaling: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's name for clients."""
+        return self.server.served_name(self.replica.model or default_model())
 
     def application(self) -> serve.Application:
         """Return the application for `serve.run`."""
@@ -153,7 +145,7 @@ class EngineDeployment:
             name="engine",
             ray_actor_options=self.replica.resources(),
             max_ongoing_requests=self.max_ongoing,
-            max_queued_requests=self.max_queued,
+            max_queued_requests=self.server.waiting,
             graceful_shutdown_timeout_s=DRAIN_S,
             request_router_config=RequestRouterConfig(request_router_class=CacheAffinityRouter),
             **scaling,
@@ -165,7 +157,7 @@ class EngineDeployment:
             max_ongoing_requests=10_000,
             graceful_shutdown_timeout_s=DRAIN_S,
         )
-        return ingress.bind(self, engines.bind(replace(self, token=None)))
+        return ingress.bind(self, engines.bind(replace(self, server=replace(self.server, token=None))))
 
 
 class EngineReplica:
@@ -179,7 +171,10 @@ class EngineReplica:
         engine.compile()
         self._handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=deployment.max_ongoing * MAX_ANSWERS + 1))
         self._backend = EngineBackend(
-            self._handle, deployment.name, most_tokens=deployment.most_tokens, fidelity=deployment.fidelity
+            self._handle,
+            deployment.name,
+            most_tokens=deployment.server.most_tokens,
+            fidelity=deployment.server.fidelity,
         )
 
     async def answer(self, body: dict[str, Any]) -> AsyncIterator[Event]:
@@ -232,13 +227,13 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application; Ray calls this in the process that runs it."""
-        deployment = self._deployment
+        server = self._deployment.server
         return make_app(
             self._backend,
-            token=deployment.token,
-            hosts=deployment.hosts,
-            playground=deployment.playground,
-            origins=deployment.origins,
+            token=server.token,
+            hosts=server.hosts,
+            playground=not server.no_playground,
+            origins=server.allowed_origins,
         )
 
 
@@ -291,7 +286,7 @@ def stop_deployment() -> None:
     serve.delete(APPLICATION)
 
 
-def run_deployment(deployment: EngineDeployment, *, host: str = "127.0.0.1", port: int = 8000) -> DeploymentHandle:
+def run_deployment(deployment: EngineDeployment) -> DeploymentHandle:
     """Start the replicas and the HTTP proxies, and return when they can answer; they run until `serve.shutdown`.
 
     Raises:
@@ -300,12 +295,12 @@ def run_deployment(deployment: EngineDeployment, *, host: str = "127.0.0.1", por
     """
     if APPLICATION in serve.status().applications:
         raise QCFuseError(f"the application {APPLICATION!r} runs on this cluster already; end its `qcfuse serve` first")
-    if deployment.token is None and serve.status().proxies:
+    if deployment.server.token is None and serve.status().proxies:
         raise QCFuseError(
             "Ray Serve runs on this cluster already, perhaps on a public address: set QCFUSE_TOKEN to a token for "
             "clients, or stop Ray Serve with `serve shutdown`"
         )
-    serve.start(http_options={"host": host, "port": port})
+    serve.start(http_options={"host": deployment.server.host, "port": deployment.server.port})
     try:
         return serve.run(deployment.application(), name=APPLICATION, route_prefix="/")
     except BaseException:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import re
 import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +16,14 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.scheduler import EngineHandle, SchedulerSettings
-from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.generation.sampling_params import Fidelity
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.library.folder import index_folder, library_of
 from qcfuse_rag.library.index import METADATA
 from qcfuse_rag.library.jobs import forget_source, job_lock
 from qcfuse_rag.server.app import make_app
-from qcfuse_rag.server.auth_middleware import LOOPBACK
 from qcfuse_rag.server.backend import EngineBackend
 from qcfuse_rag.server.idle_warming import IdleWarming
+from qcfuse_rag.server.settings import ServerSettings
 
 HEADERS_S = 15.0
 """Seconds for a client to send a request's headers, from the connection or from the request's first byte."""
@@ -36,75 +31,8 @@ HEADERS_S = 15.0
 DRAIN_S = 8
 """Seconds for the answers in progress when the server is to end."""
 
-ORIGIN = re.compile(r"https?://[^/*\s]+")
-
 SPARE_CONNECTIONS = 512
 """Connections in addition to the answered and waiting requests: idle connections, refusals, health checks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """What a server is to do.
-
-    Attributes:
-        name: the model's name for clients.
-        host: address to listen on; one beyond loopback needs a token.
-        port: to listen on.
-        token: that clients send; None admits every client.
-        waiting: most waiting requests; further ones get 429.
-        most_tokens: length limit of an answer.
-        fidelity: of requests that name none.
-        top_k: passages to retrieve for a question.
-        retrieve: whether to retrieve also for requests that have no documents.
-        editable: whether clients may add and remove documents of the library.
-        keep: whether to warm passages of clients that the store lacked, while no request waits.
-        playground: whether to serve a page for browsers.
-        origins: web pages that may ask from a browser, as scheme, host and port.
-    """
-
-    name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    token: str | None = field(default=None, repr=False)
-    waiting: int = 64
-    most_tokens: int = 4096
-    fidelity: Fidelity = "fast"
-    top_k: int = 6
-    retrieve: bool = False
-    editable: bool = False
-    keep: bool = False
-    playground: bool = True
-    origins: tuple[str, ...] = ()
-
-    def check(self, folder: Path) -> None:
-        """Refuse what cannot be served from the folder of a library or a store; asked before the model is loaded."""
-        if self.token is None and not _is_loopback(self.host):
-            raise QCFuseError(
-                f"{self.host} is open to other machines: set QCFUSE_TOKEN to a token for clients, or listen "
-                "on 127.0.0.1"
-            )
-        for origin in self.origins:
-            if not ORIGIN.fullmatch(origin):
-                raise QCFuseError(f"--origins names web pages such as https://example.org:8443, not {origin}")
-        if (self.retrieve or self.editable) and not has_passages(folder):
-            raise QCFuseError(f"no passages in {folder}; --retrieve and --editable need a library of `qcfuse warm run`")
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The host names under which clients without a token may ask."""
-        return (*LOOPBACK, self.host)
-
-    def listen(self) -> socket.socket:
-        """Bind the address; called before the model is loaded, so that an address in use is reported at once."""
-        listener = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self.host, self.port))
-            listener.listen()  # prevents another bind to the address; early clients wait until the model is loaded
-        except OSError as error:
-            listener.close()
-            raise QCFuseError(f"cannot listen at {self.host}:{self.port}: {error.strerror or error}") from error
-        return listener
 
 
 class LibraryServer:
@@ -116,7 +44,7 @@ class LibraryServer:
         library = _served_library(engine, folder, settings) if has_passages(folder) else None
         backend = EngineBackend(
             handle,
-            settings.name,
+            settings.served_name(engine.lm.name),
             most_tokens=settings.most_tokens,
             fidelity=settings.fidelity,
             max_requests=self._max_requests,
@@ -130,8 +58,8 @@ class LibraryServer:
             hosts=settings.hosts,
             metrics=_metrics(engine),
             library=library,
-            playground=settings.playground,
-            origins=settings.origins,
+            playground=not settings.no_playground,
+            origins=settings.allowed_origins,
             on_shutdown=backend.close if library is None else partial(_close, library, backend),
         )
 
@@ -235,10 +163,3 @@ def _metrics(engine: FusionEngine) -> Callable[[], bytes] | None:
     registry = CollectorRegistry()
     engine.observe(Metrics(registry))
     return lambda: generate_latest(registry)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

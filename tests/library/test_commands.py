@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag.cli.serve import served_model_id
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.prompts.template import PromptTemplate
+from qcfuse_rag.server.settings import ServerSettings
 from tests.support.cli import Run
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES
@@ -145,8 +145,9 @@ def test_a_served_model_has_the_id_that_people_know_it_by(tmp_path: Path, monkey
     snapshot = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "c1899de2"
     snapshot.mkdir(parents=True)
     (tmp_path / "smol.Q4_1.gguf").touch()
-    assert served_model_id("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
-    assert served_model_id(str(snapshot)) == "Qwen/Qwen3-0.6B"
-    assert served_model_id(str(tmp_path / "smol.Q4_1.gguf")) == "smol.Q4_1"
+    served_name = ServerSettings().served_name
+    assert served_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert served_name(str(snapshot)) == "Qwen/Qwen3-0.6B"
+    assert served_name(str(tmp_path / "smol.Q4_1.gguf")) == "smol.Q4_1"
     monkeypatch.chdir(snapshot.parent)
-    assert served_model_id(".") == "snapshots", "not an empty name"
+    assert served_name(".") == "snapshots", "not an empty name"

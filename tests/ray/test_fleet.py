@@ -28,14 +28,16 @@ HEADERS = {"authorization": f"Bearer {TOKEN}"}
 def deployment(cluster: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Run two replicas; return what they are made of."""
     from qcfuse_rag.server.ray_serve import EngineDeployment, run_deployment, stop_deployment
+    from qcfuse_rag.server.settings import ServerSettings
 
     bucket = f"file://{tmp_path_factory.mktemp('bucket')}"
     method = make_method("prophetkv", ratio=0.1, base=FRAMED)
     replica = RayWorkers(model=model, store={"remote": bucket}, address=cluster, count=2, device="cpu")
     with FusionEngine.load(model, store=replica.open()[1], device="cpu", method=method, verdict="ignore") as engine:
         engine.warm(PASSAGES)
-    running = EngineDeployment(replica, "tiny", method=method, token=TOKEN, max_ongoing=4, max_queued=400)
-    run_deployment(running, port=PORT)
+    server = ServerSettings(name="tiny", token=TOKEN, port=PORT, waiting=400)
+    running = EngineDeployment(replica, server, method=method, max_ongoing=4)
+    run_deployment(running)
     yield running
     stop_deployment()
 

@@ -12,8 +12,8 @@ import pytest
 
 from qcfuse_rag.server import playground
 from qcfuse_rag.server.app import make_app
-from qcfuse_rag.server.auth_middleware import LOOPBACK
 from qcfuse_rag.server.playground import FOLDER
+from qcfuse_rag.server.settings import LOOPBACK
 from tests.server.test_refusals import FixedBackend, listening
 from tests.support.serving import client, error
 

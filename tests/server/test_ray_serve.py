@@ -34,11 +34,13 @@ from qcfuse_rag.server.ray_serve import (
     Ingress,
     home_replicas,
 )
+from qcfuse_rag.server.settings import ServerSettings
 from qcfuse_rag.store.factory import open_store
 from tests.support.cli import Run
 from tests.support.engines import METHOD
 from tests.support.serving import ASKED, ask, client, error
 
+TINY = ServerSettings(name="tiny")
 WHOLE = [Piece("The "), Piece("mill."), LastPiece(usage={}, report={})]
 
 
@@ -106,7 +108,7 @@ async def test_a_full_line_is_429() -> None:
     (only,) = await events(Answers((0, BackPressureError(9, 8))), stream=True)
     assert only.status == 429
     app = Ingress(
-        EngineDeployment(RayWorkers(model="model", store={}), "tiny"), Answers((0, BackPressureError(9, 8)))
+        EngineDeployment(RayWorkers(model="model", store={}), TINY), Answers((0, BackPressureError(9, 8)))
     ).__serve_build_asgi_app__()
     async with client(app) as http:
         assert (await ask(http)).headers["retry-after"] == "1"
@@ -114,7 +116,7 @@ async def test_a_full_line_is_429() -> None:
 
 async def test_a_request_that_no_replica_could_answer_is_refused_before_routing() -> None:
     answers = Answers()
-    app = Ingress(EngineDeployment(RayWorkers(model="model", store={}), "tiny"), answers).__serve_build_asgi_app__()
+    app = Ingress(EngineDeployment(RayWorkers(model="model", store={}), TINY), answers).__serve_build_asgi_app__()
     async with client(app) as http:
         for refused in ({"documents": ["\ud800"]}, {"guided_json": {"type": "object"}}, {"stop": ["x"] * 17}):
             assert (await ask(http, **refused)).status_code == 400
@@ -122,7 +124,7 @@ async def test_a_request_that_no_replica_could_answer_is_refused_before_routing(
 
 
 async def test_a_server_of_this_machine_alone_takes_its_own_host_names() -> None:
-    deployment = EngineDeployment(RayWorkers(model="model", store={}), "tiny", hosts=("localhost",))
+    deployment = EngineDeployment(RayWorkers(model="model", store={}), TINY)
     async with client(Ingress(deployment, Answers()).__serve_build_asgi_app__(), host="page.example") as http:
         assert "set QCFUSE_TOKEN" in error(await http.get("/v1/models"))
 
@@ -139,7 +141,7 @@ async def test_replicas_keep_as_many_bytes_of_requests_as_the_deployment_says(
     model_folder: str, settings: dict[str, Any], reuses: bool
 ) -> None:
     replica_settings = RayWorkers(model=model_folder, store={}, device="cpu")
-    deployment = EngineDeployment(replica_settings, "tiny", config=EngineConfig(**settings), method=METHOD)
+    deployment = EngineDeployment(replica_settings, TINY, config=EngineConfig(**settings), method=METHOD)
     replica = EngineReplica(deployment)
     reports = []
     for _ in range(2):
@@ -157,7 +159,7 @@ def test_serve_passes_the_limits_of_memory_to_replicas(
 ) -> None:
     deployments: list[EngineDeployment] = []
     monkeypatch.setattr("qcfuse_rag.cluster.workers.connect", lambda address: None)
-    monkeypatch.setattr(ray_serve, "run_deployment", lambda deployment, **address: deployments.append(deployment))
+    monkeypatch.setattr(ray_serve, "run_deployment", deployments.append)
     monkeypatch.setattr(ray_serve, "stop_deployment", lambda: None)
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGINT)
     open_store(tmp_path).close()

@@ -1,0 +1,106 @@
+"""What a server is to do, in this process or on Ray; `qcfuse serve` makes its options of it.
+
+Annotations are evaluated here, so that the command line's dataclass can add options to these.
+"""
+
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.generation.sampling_params import Fidelity
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Host names of the local machine. By DNS rebinding, a web page in a browser can point any other name here as well."""
+
+ORIGIN = re.compile(r"https?://[^/*\s]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """What a server is to do.
+
+    Attributes:
+        name: Name of the model for clients; by default its Hugging Face id, or the name of its folder or file.
+        host: Address to listen on; an address beyond loopback requires QCFUSE_TOKEN.
+        port: Port to listen on.
+        waiting: Maximum waiting requests; the server refuses more with 429.
+        most_tokens: Maximum tokens of an answer; chat requests that set no limit get 1,024.
+        fidelity: Fidelity of requests that name none.
+        top_k: Number of passages to retrieve from the library.
+        retrieve: Retrieve from the library also for requests that have no documents.
+        editable: Let clients add and remove documents of the library.
+        keep: Warm passages of clients that the store lacked, while no request waits.
+        no_playground: Serve no page for browsers at /.
+        origins: Web pages that may ask from a browser, such as http://localhost:3000; several by commas.
+        token: What clients send as `Authorization: Bearer ...`; None admits every client.
+    """
+
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: Annotated[int, Ge(1), Le(65535)] = 8000
+    waiting: Annotated[int, Ge(1)] = 64
+    most_tokens: Annotated[int, Ge(1)] = 4096
+    fidelity: Fidelity = "fast"
+    top_k: Annotated[int, Ge(0)] = 6
+    retrieve: bool = False
+    editable: bool = False
+    keep: bool = False
+    no_playground: bool = False
+    origins: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def served_name(self, model: str) -> str:
+        """Return the name of a model, folder or GGUF file for clients; a folder of the hub's cache has the hub's id."""
+        path = Path(model).expanduser()
+        if self.name or not path.exists():
+            return self.name or model
+        path = path.resolve()
+        if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
+            return path.parents[1].name.removeprefix("models--").replace("--", "/")
+        return path.stem if path.suffix.lower() == ".gguf" else path.name
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host names under which clients without a token may ask."""
+        return (*LOOPBACK, self.host)
+
+    @property
+    def allowed_origins(self) -> list[str]:
+        """The origins one by one."""
+        return [origin.strip() for origin in (self.origins or "").split(",") if origin.strip()]
+
+    def check(self) -> None:
+        """Refuse what cannot be served; asked before the model is loaded."""
+        if self.token is None and not _is_loopback(self.host):
+            raise QCFuseError(
+                f"{self.host} is open to other machines: set QCFUSE_TOKEN to a token for clients, or listen "
+                "on 127.0.0.1"
+            )
+        for origin in self.allowed_origins:
+            if not ORIGIN.fullmatch(origin):
+                raise QCFuseError(f"--origins names web pages such as https://example.org:8443, not {origin}")
+
+    def listen(self) -> socket.socket:
+        """Bind the address; called before the model is loaded, so that an address in use is reported at once."""
+        listener = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self.host, self.port))
+            listener.listen()  # prevents another bind to the address; early clients wait until the model is loaded
+        except OSError as error:
+            listener.close()
+            raise QCFuseError(f"cannot listen at {self.host}:{self.port}: {error.strerror or error}") from error
+        return listener
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
