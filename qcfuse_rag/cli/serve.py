@@ -36,9 +36,7 @@ def serve_library(library: Path, config: EngineConfig, options: ServeOptions) ->
         raise QCFuseError(f"replicas on Ray have no {' and no '.join(refused)}; leave that out, or --ray")
     options.check()
     if (options.retrieve or options.editable) and not has_passages(library):
-        raise QCFuseError(
-            f"no passages in {library}; --retrieve and --editable need a library of `qcfuse warm run`"
-        )
+        raise QCFuseError(f"no passages in {library}; --retrieve and --editable need a library of `qcfuse warm run`")
     if options.remote is None:
         existing_store_folder(library)  # do not create a library under a misspelt name
     if options.ray is None:
@@ -47,9 +45,7 @@ def serve_library(library: Path, config: EngineConfig, options: ServeOptions) ->
         _serve_on_ray(library, config, options)
 
 
-def _serve_in_process(
-    library: Path, config: EngineConfig, options: ServeOptions, settings: LibrarySettings
-) -> None:
+def _serve_in_process(library: Path, config: EngineConfig, options: ServeOptions, settings: LibrarySettings) -> None:
     from qcfuse_rag.server.serve import LibraryServer
 
     listener = options.listen()

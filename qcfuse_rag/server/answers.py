@@ -32,6 +32,7 @@ from qcfuse_rag.server.protocol.events import (
     LastPiece,
     Piece,
     Queued,
+    join_pieces,
 )
 from qcfuse_rag.server.protocol.failures import Failure, failure_of, unknown_model
 from qcfuse_rag.server.protocol.generation_request import CompletionRequest, GenerationRequest
@@ -94,50 +95,41 @@ async def resume(first: asyncio.Future[Event], events: AsyncGenerator[Event, Non
         await events.aclose()
 
 
-async def wait_for_event(events: AsyncGenerator[Event, None], request: Request) -> Event | None:
-    """Wait for the next event; if the client disconnects before it, cancel the request and return None.
-
-    Raises:
-        StopAsyncIteration: if there is no further event.
-    """
-    waiting = asyncio.ensure_future(anext(events))
-    try:
-        return waiting.result() if await wait_while_connected(waiting, request) else None
-    finally:
-        if waiting.cancel():
-            await asyncio.wait({waiting})
-
-
 async def json_response(
     events: AsyncGenerator[Event, None], answer_format: AnswerFormat, header: dict[str, Any], request: Request
 ) -> Response:
     """Collect all events and return the answers as one JSON body; cancel them if the client disconnects."""
-    answers: list[list[Piece]] = []
+    collecting = asyncio.ensure_future(collect(events))
     try:
-        while True:
-            try:
-                event = await wait_for_event(events, request)
-            except StopAsyncIteration:
-                break
-            if isinstance(event, Failure):
-                return error_response(event)
-            if event is None or await request.is_disconnected():
-                return Response(status_code=CLIENT_CLOSED)
-            if isinstance(event, Queued):
-                header["system_fingerprint"] = event.fingerprint
-                continue
-            if event.index == len(answers):
-                answers.append([])
-            answers[event.index].append(event)
+        if not await wait_while_connected(collecting, request):
+            return Response(status_code=CLIENT_CLOSED)
     finally:
+        if collecting.cancel():
+            await asyncio.wait({collecting})
         await events.aclose()
-    first, last = answers[0][0], answers[-1][-1]
-    assert isinstance(last, LastPiece)
-    choices = [answer_format.whole(answer) for answer in answers]
+    if isinstance(collected := collecting.result(), Failure):
+        return error_response(collected)
+    header["system_fingerprint"], answers = collected
+    first, last, choices = answers[0], answers[-1], [answer_format.whole(answer) for answer in answers]
     body = {"object": answer_format.kind, **header, "choices": choices, "usage": last.usage, "fusion": last.report}
     extra = {"documents": first.documents, "explanation": last.explanation}
     body |= {name: value for name, value in extra.items() if value is not None}
     return JSONResponse(body) if last.logprobs is None else await long_json_response(body)
+
+
+async def collect(events: AsyncGenerator[Event, None]) -> tuple[str | None, list[LastPiece]] | Failure:
+    """Return the fingerprint and the answers, or the first failure."""
+    fingerprint, answers = None, list[list[Piece]]()
+    async for event in events:
+        if isinstance(event, Failure):
+            return event
+        if isinstance(event, Queued):
+            fingerprint = event.fingerprint
+        elif event.index == len(answers):
+            answers.append([event])
+        else:
+            answers[event.index].append(event)
+    return fingerprint, [join_pieces(pieces) for pieces in answers]
 
 
 async def event_stream(

@@ -110,14 +110,14 @@ async def test_a_full_line_is_429() -> None:
     app = Ingress(
         EngineDeployment(RayWorkers(model="model", store={}), TINY), Answers((0, BackPressureError(9, 8)))
     ).__serve_build_asgi_app__()
-    async with client(app) as http:
+    async with client(app, host="localhost") as http:
         assert (await ask(http)).headers["retry-after"] == "1"
 
 
 async def test_a_request_that_no_replica_could_answer_is_refused_before_routing() -> None:
     answers = Answers()
     app = Ingress(EngineDeployment(RayWorkers(model="model", store={}), TINY), answers).__serve_build_asgi_app__()
-    async with client(app) as http:
+    async with client(app, host="localhost") as http:
         for refused in ({"documents": ["\ud800"]}, {"guided_json": {"type": "object"}}, {"stop": ["x"] * 17}):
             assert (await ask(http, **refused)).status_code == 400
     assert answers.asked == 0

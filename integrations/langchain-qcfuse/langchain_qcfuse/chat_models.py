@@ -315,16 +315,10 @@ class ChatQCFuse(EngineSettings, ProfileOfModel, BaseChatModel):
         try:
             for piece in answer:
                 if any(read := reader.push(piece)):
-                    chunk = ChatGenerationChunk(message=answer_chunk(read))
-                    if run_manager is not None:
-                        run_manager.on_llm_new_token(read.text, chunk=chunk)
-                    yield chunk
+                    yield ChatGenerationChunk(message=answer_chunk(read))
         finally:
             answer.cancel()
-        last = self._last(answer, reader)
-        if run_manager is not None:
-            run_manager.on_llm_new_token(last.text, chunk=last)
-        yield last
+        yield self._last(answer, reader)
 
     async def _astream(
         self,
@@ -339,16 +333,10 @@ class ChatQCFuse(EngineSettings, ProfileOfModel, BaseChatModel):
         try:
             async for piece in answer:
                 if any(read := reader.push(piece)):
-                    chunk = ChatGenerationChunk(message=answer_chunk(read))
-                    if run_manager is not None:
-                        await run_manager.on_llm_new_token(read.text, chunk=chunk)
-                    yield chunk
+                    yield ChatGenerationChunk(message=answer_chunk(read))
         finally:
             answer.cancel()
-        last = self._last(answer, reader)
-        if run_manager is not None:
-            await run_manager.on_llm_new_token(last.text, chunk=last)
-        yield last
+        yield self._last(answer, reader)
 
     def _request(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> AnswerRequest:
         """Return a function that builds the prompt and the sampling settings once the engine is loaded."""

@@ -38,6 +38,7 @@ class Piece:
         index: which of the answers, counted from 0.
         logprobs: logarithmic probabilities in OpenAI's format; None if the request asks for none.
         documents: what the server retrieved, in the first piece of all; None if it did not.
+        finish_reason: in OpenAI's terms, in the last piece of the answer.
     """
 
     text: str = ""
@@ -45,6 +46,7 @@ class Piece:
     index: int = 0
     logprobs: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
+    finish_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,13 @@ class LastPiece(Piece):
     """The last piece of an answer.
 
     Attributes:
-        finish_reason: in OpenAI's terms.
         calls: of tools, in OpenAI's format.
         usage: of the whole request, in the last piece of all, as the next two.
         report: on the first prompt.
         explanation: for requests that ask for one.
     """
 
-    finish_reason: str = "stop"
+    finish_reason: str | None = "stop"
     calls: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, Any] | None = None
     report: dict[str, Any] | None = None
@@ -106,6 +107,15 @@ class PlainReader:
     def finish(self, generation: Generation) -> tuple[Delta, ParsedResponse]:
         """Return what was not returned yet, and the answer."""
         return Delta(generation.text[self._read :]), ParsedResponse(generation.text)
+
+
+def join_pieces(pieces: Sequence[Piece]) -> LastPiece:
+    """Return a whole answer as one piece."""
+    first, last = pieces[0], pieces[-1]
+    assert isinstance(last, LastPiece)
+    logprobs = None if last.logprobs is None else [entry for piece in pieces for entry in piece.logprobs or ()]
+    text, reasoning = "".join(piece.text for piece in pieces), "".join(piece.reasoning for piece in pieces)
+    return replace(last, text=text, reasoning=reasoning, logprobs=logprobs, documents=first.documents)
 
 
 def last_piece(rest: Delta, response: ParsedResponse, finish_reason: FinishReason) -> LastPiece:
@@ -173,16 +183,14 @@ class ChatFormat:
     def __init__(self) -> None:
         self._begun: set[int] = set()
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the choice of an answer."""
-        text, last = "".join(piece.text for piece in pieces), pieces[-1]
-        calls = last.calls if isinstance(last, LastPiece) else []
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
-        if reasoning := "".join(piece.reasoning for piece in pieces):
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return _choice(last, {"message": message}, _content(_all_logprobs(pieces)), _finish_reason(last))
+    def whole(self, answer: LastPiece) -> dict[str, Any]:
+        """Return the choice of a whole answer."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = answer.calls
+        return _choice(answer, {"message": message}, _content(answer.logprobs), answer.finish_reason)
 
     def parts(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the choices of a piece: its text, after the role if it is an answer's first; the end of an answer.
@@ -214,15 +222,14 @@ class CompletionFormat:
     def __init__(self) -> None:
         self._characters: dict[int, int] = {}
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the choice of an answer."""
-        text, last = "".join(piece.text for piece in pieces), pieces[-1]
-        return _choice(last, {"text": text}, self._columns(last.index, _all_logprobs(pieces)), _finish_reason(last))
+    def whole(self, piece: Piece) -> dict[str, Any]:
+        """Return the choice of an answer or of a piece of it."""
+        columns = self._columns(piece.index, piece.logprobs)
+        return _choice(piece, {"text": piece.text}, columns, piece.finish_reason)
 
     def parts(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the choice of a piece."""
-        logprobs = self._columns(piece.index, piece.logprobs)
-        return [_choice(piece, {"text": piece.text}, logprobs, _finish_reason(piece))]
+        return [self.whole(piece)]
 
     def _columns(self, index: int, entries: list[dict[str, Any]] | None) -> dict[str, Any] | None:
         """Return logarithmic probabilities as columns; offsets are characters from the beginning of the answer."""
@@ -240,16 +247,6 @@ class CompletionFormat:
                 {other["token"]: other["logprob"] for other in (*entry["top_logprobs"], entry)} for entry in entries
             ],
         }
-
-
-def _all_logprobs(pieces: Sequence[Piece]) -> list[dict[str, Any]] | None:
-    if pieces[-1].logprobs is None:
-        return None
-    return [entry for piece in pieces for entry in piece.logprobs or ()]
-
-
-def _finish_reason(piece: Piece) -> str | None:
-    return piece.finish_reason if isinstance(piece, LastPiece) else None
 
 
 def _content(entries: list[dict[str, Any]] | None) -> dict[str, Any] | None:
