@@ -94,12 +94,14 @@ def warm_plan(store: Library, config: WarmedModel, corpus: CorpusOptions, as_jso
 
 
 @warm_app.command("resume")
-def warm_resume(store: Library, as_json: Json = False) -> None:
+@expand_options
+def warm_resume(store: Library, options: Annotated[JobOptions, ("embedder", "ray")], as_json: Json = False) -> None:
     """Continue the last warming job of a library with the same options."""
     from qcfuse_rag.library.jobs import require_no_other_job
 
     require_no_other_job(store)
-    _code("warm").resume_warming(store, as_json=as_json)
+    named = {"embedder": options.embedder, "ray": options.ray}
+    _code("warm").resume_warming(store, named, as_json=as_json)
 
 
 @warm_app.command("prefix")

@@ -19,7 +19,7 @@ from qcfuse_rag.library.folder import index_folder, open_library_store, refuse_s
 from qcfuse_rag.library.index import PassageIndex
 from qcfuse_rag.library.retriever import Retriever
 from qcfuse_rag.library.session import LibrarySession
-from qcfuse_rag.library.settings import LibrarySettings, model_name
+from qcfuse_rag.library.settings import LibrarySettings, embedder_name
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.verification.verdict import verdict_problem
 
@@ -56,7 +56,7 @@ def open_session(library: Path, config: EngineConfig, options: AskOptions) -> It
     settings = LibrarySettings.load(library)
     config = with_settings(config, settings)
     settings.require_caches(config.chosen_method())
-    embedder = None if options.embedder is None else model_name(options.embedder)
+    embedder = embedder_name(options.embedder)
     if not library.is_dir():
         PassageIndex.load(index_folder(library), embedder)  # raises; opening the store would create the folder
     with open_library_store(library, tenant=options.tenant) as store:

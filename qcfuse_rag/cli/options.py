@@ -41,7 +41,7 @@ Tenant = Annotated[
 ]
 EmbedderName = Annotated[
     str | None,
-    Option(help="sentence-transformers id or folder; by default the one of the library's passages, else MiniLM."),
+    Option(help="sentence-transformers id or folder that the passages are embedded with; all-MiniLM-L6-v2 by default."),
 ]
 Remote = Annotated[str | None, Option(help="URL of a bucket or server behind the folder, shared between machines.")]
 FidelityOption = Annotated[Fidelity, Option(help=declared_options(SamplingParams)["fidelity"].text)]

@@ -41,10 +41,10 @@ from qcfuse_rag.library.folder import (
     own_folders,
     refuse_store,
 )
-from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, RetrievalLog, embedder_source
+from qcfuse_rag.library.index import PassageIndex, RetrievalLog, embedder_source
 from qcfuse_rag.library.jobs import JobRecord, job_lock
 from qcfuse_rag.library.readers import FILES, NO_TEXT, PassagesBySource, check_paths, read_passages
-from qcfuse_rag.library.settings import LibrarySettings, model_name
+from qcfuse_rag.library.settings import LibrarySettings, embedder_name, model_name
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.server.protocol.chat_request import ToolSpec
 from qcfuse_rag.store.backends.disk import read_settings
@@ -132,10 +132,18 @@ def run_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, job:
         print_line(f"`{command}` {about}")
 
 
-def resume_warming(library: Path, *, as_json: bool) -> None:
-    """Run a library's last job again with the same options."""
+def resume_warming(library: Path, named: Mapping[str, str | None], *, as_json: bool) -> None:
+    """Run a library's last job again with the same options, but for those that the user has to name.
+
+    Whoever writes to the folder can change the record, and a model of sentence-transformers or a Ray cluster can have
+    this process run code.
+    """
     try:
         arguments = dict(JobRecord.load(library).arguments)
+        for name, given in named.items():
+            if given is None and arguments[name] is not None:
+                raise QCFuseError(f"the last job had --{name} {arguments[name]}; if you trust that, name it here too")
+        arguments |= named
         if isinstance(wording := arguments.get("chat_template_kwargs"), str):  # of an older record
             arguments["chat_template_kwargs"] = json_object(wording)
         arguments["paths"] = [Path(path) for path in arguments["paths"]]
@@ -168,8 +176,8 @@ def _warm(
         unread: Unread = {}
         passages = _read(engine, library, corpus, unread, workers)
         folder = index_folder(library, store)
-        embedder = None if job.embedder is None else model_name(job.embedder)
-        index = PassageIndex.load(folder, embedder) if folder.exists() else PassageIndex(embedder or DEFAULT_EMBEDDER)
+        embedder = embedder_name(job.embedder)
+        index = PassageIndex.load(folder, embedder) if folder.exists() else PassageIndex(embedder)
         if not index.passages:
             _require_passages(passages, corpus)
         record.save()

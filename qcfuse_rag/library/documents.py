@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import Closed, QCFuseError, StoreError
 from qcfuse_rag.ingestion.warm_job import Progress
-from qcfuse_rag.library.index import PassageIndex
+from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex
 from qcfuse_rag.library.readers import TextSplitting, is_markdown
 from qcfuse_rag.library.retriever import QUERY_CHARACTERS, RetrievedPassage, Retriever
 
@@ -81,6 +81,7 @@ class ServedLibrary(Retriever):
         folder: of the passage index.
         engine: warms and forgets caches.
         count: number of passages to retrieve for a question.
+        embedder: name of the embedding model that the index was made with.
         editable: whether clients may add and remove documents.
         changing: returns a context in which no other job changes the library; raises `Busy` if another job does.
         on_forget: called with the name of each document that was removed.
@@ -100,11 +101,12 @@ class ServedLibrary(Retriever):
         engine: FusionEngine,
         *,
         count: int = 6,
+        embedder: str = DEFAULT_EMBEDDER,
         editable: bool = True,
         changing: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_forget: Callable[[str], object] = lambda _: None,
     ) -> None:
-        super().__init__(folder)
+        super().__init__(folder, embedder)
         self.editable = editable
         self._folder, self._engine, self._count = folder, engine, count
         self._changing, self._closed = changing, threading.Event()
@@ -179,7 +181,7 @@ class ServedLibrary(Retriever):
         with self._changing():
             vectors, _ = self.embed(texts, stopped=self._closed.is_set)
             self._require_open()
-            index = PassageIndex.load(self._folder)
+            index = PassageIndex.load(self._folder, self._index.embedder)
             index.replace(passages, vectors)
             self._replace_index(index)
             summary = self._engine.warm(

@@ -139,7 +139,7 @@ class PassageIndex:
 
     @classmethod
     def load(cls, folder: Path, embedder: str | None = None) -> PassageIndex:
-        """Read from a folder; without the name of an embedder, no questions can be embedded.
+        """Read from a folder; only an embedder that the caller names may be loaded, since others may write there.
 
         Raises:
             QCFuseError: if there is no index, its files do not match, or it was made with another embedder.
@@ -160,7 +160,12 @@ class PassageIndex:
             raise QCFuseError(f"the files in {folder} do not match; remove that folder and run `qcfuse warm run`")
         if embedder is not None and made_with != embedder:
             raise QCFuseError(
-                f"the passages in {folder} were embedded with {made_with!r}, not {embedder!r}; leave out --embedder"
+                f"the passages in {folder} were embedded with {made_with!r}, not {embedder!r}; "
+                + (
+                    "leave out --embedder"
+                    if made_with == DEFAULT_EMBEDDER
+                    else "if you trust it, name it by --embedder"
+                )
             )
         index = cls(made_with, passages, embeddings)
         index.metadata = metadata
@@ -179,6 +184,8 @@ def embedder_source(name: str) -> str:
 
 def _data_files(folder: Path, token: str | None) -> tuple[Path, Path]:
     """Return the paths of passages and embeddings; indices of earlier versions have no token."""
+    if token and not re.fullmatch("[0-9a-f]+", token):
+        raise ValueError(f"{METADATA} names other files than its own")
     suffix = f"-{token}" if token else ""
     return folder / f"passages{suffix}.jsonl", folder / f"embeddings{suffix}.npy"
 

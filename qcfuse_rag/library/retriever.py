@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from qcfuse_rag.library.embedder import Embedder
-from qcfuse_rag.library.index import IndexedPassage, PassageIndex, RetrievalLog, embedder_source
+from qcfuse_rag.library.index import DEFAULT_EMBEDDER, IndexedPassage, PassageIndex, RetrievalLog, embedder_source
 
 HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]++(?=[^\n]*[^ \t\r#\n])([^\n]+)", re.MULTILINE)
 """Matches a Markdown heading, with spaces and signs at its end."""
@@ -40,21 +40,21 @@ class RetrievedPassage:
 
 
 class Retriever:
-    """Retrieve passages from the index in a folder, with the embedding model that the index was made with.
+    """Retrieve passages from the index in a folder.
 
     Args:
         folder: of the index; what is retrieved is noted in its log, the question is not.
-        embedder: name of the embedding model that the caller expects, or None for the model of the index.
+        embedder: name of the embedding model that the index was made with.
 
     Raises:
         QCFuseError: if there is no index, it cannot be read, or it was made with another embedding model.
         ModelNotFound: if the embedding model cannot be loaded.
     """
 
-    def __init__(self, folder: Path, embedder: str | None = None) -> None:
+    def __init__(self, folder: Path, embedder: str = DEFAULT_EMBEDDER) -> None:
         self._folder, self._index = folder, PassageIndex.load(folder, embedder)
         self._log = RetrievalLog(folder)
-        self._embed = Embedder(embedder_source(self._index.embedder))
+        self._embed = Embedder(embedder_source(embedder))
 
     @property
     def index(self) -> PassageIndex:

@@ -13,6 +13,7 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.library.folder import SETTINGS_NAME, library_of
+from qcfuse_rag.library.index import DEFAULT_EMBEDDER
 from qcfuse_rag.methods import DEFAULT_METHOD, choose_method
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.prompts.template import PromptTemplate
@@ -148,6 +149,11 @@ def model_name(model: str) -> str:
     """Return the name under which a model is recorded: an absolute path for a file or folder, else the id."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.exists() else model
+
+
+def embedder_name(embedder: str | None) -> str:
+    """Return the name under which an embedding model is recorded; None is the default one."""
+    return DEFAULT_EMBEDDER if embedder is None else model_name(embedder)
 
 
 def plain_name(base: Base) -> str:

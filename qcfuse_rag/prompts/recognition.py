@@ -17,6 +17,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -255,9 +256,10 @@ def find_passages(
             continue
         end = position + found.atoms
         # The atoms of this text, with the whitespace that the passage had when it was warmed.
-        gaps = zlib.decompress(found.gaps).decode().split(SEPARATOR)
-        warmed = gaps[0] + "".join(atom[0] + gap for atom, gap in zip(atoms[position:end], gaps[1:], strict=True))
-        matches.append(PassageMatch(atoms[position][1], atoms[end - 1][2], warmed))
+        with suppress(zlib.error, ValueError):
+            gaps = zlib.decompress(found.gaps).decode().split(SEPARATOR)
+            warmed = gaps[0] + "".join(atom[0] + gap for atom, gap in zip(atoms[position:end], gaps[1:], strict=True))
+            matches.append(PassageMatch(atoms[position][1], atoms[end - 1][2], warmed))
         position = end
     return matches
 
@@ -332,7 +334,12 @@ class PassageSignatures:
             if anchor not in anchors:
                 return []
             rows = self._sources().manifest.read("SELECT name, atoms, gaps FROM located WHERE anchor = ?", anchor)
-            return [PassageSignature(anchor, atoms, name, gaps) for name, atoms, gaps in rows]
+            # Whoever writes to the folder may have put other values into the manifest.
+            return [
+                PassageSignature(anchor, atoms, name, gaps)
+                for name, atoms, gaps in rows
+                if (type(name), type(atoms), type(gaps)) == (str, int, bytes)
+            ]
 
         return find_passages(text, self._seed, known, self._name) if anchors else []
 

@@ -20,6 +20,7 @@ from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.library.folder import index_folder, library_of
 from qcfuse_rag.library.index import METADATA
 from qcfuse_rag.library.jobs import forget_source, job_lock
+from qcfuse_rag.library.settings import embedder_name
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
 from qcfuse_rag.server.idle_warming import IdleWarming
@@ -146,6 +147,7 @@ def _served_library(engine: FusionEngine, folder: Path, settings: ServerSettings
         index_folder(library),
         engine,
         count=settings.top_k,
+        embedder=embedder_name(settings.embedder),
         editable=settings.editable,
         changing=partial(job_lock, library),
         on_forget=partial(forget_source, library),

@@ -33,6 +33,7 @@ class ServerSettings:
         most_tokens: Maximum tokens of an answer; chat requests that set no limit get 1,024.
         fidelity: Fidelity of requests that name none.
         top_k: Number of passages to retrieve from the library.
+        embedder: sentence-transformers id or folder that the passages are embedded with; all-MiniLM-L6-v2 by default.
         retrieve: Retrieve from the library also for requests that have no documents.
         editable: Let clients add and remove documents of the library.
         keep: Warm passages of clients that the store lacked, while no request waits.
@@ -48,6 +49,7 @@ class ServerSettings:
     most_tokens: Annotated[int, Ge(1)] = 4096
     fidelity: Fidelity = "fast"
     top_k: Annotated[int, Ge(0)] = 6
+    embedder: str | None = None
     retrieve: bool = False
     editable: bool = False
     keep: bool = False

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from qcfuse_rag.bundled import default_embedder
+from qcfuse_rag.library.index import METADATA
+from qcfuse_rag.library.jobs import RECORD_NAME
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.server.settings import ServerSettings
@@ -72,9 +75,30 @@ def test_weights_and_caches_that_it_does_not_have_are_refused(run: Run, library:
     assert blind["report"]["fallback"] is None
 
 
-def test_the_embedder_is_the_passages_own(run: Run, library: Path) -> None:
+def test_the_embedder_is_the_one_that_the_user_names_and_never_one_that_a_file_names(
+    run: Run, library: Path, corpus_file: Path, tmp_path: Path
+) -> None:
+    """Whoever writes to the folder names a model of sentence-transformers, which may bring code, or a Ray cluster."""
     code, _, err = run("ask", "Who?", "--store", library, "--embedder", "other/embedder")
-    assert (code, "embedded with 'all-MiniLM-L6-v2', not 'other/embedder'" in err) == (1, True)
+    assert (code, "embedded with 'all-MiniLM-L6-v2', not 'other/embedder'; leave out --embedder" in err) == (1, True)
+    own = shutil.copytree(default_embedder(), tmp_path / "own")
+    about = library / "passages" / METADATA
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"embedder": str(own)}))
+    for command in (("ask", "Who?", *QUICK), ("warm", "run", corpus_file), ("chat",)):
+        code, _, err = run(*command, "--store", library)
+        assert (code, f"embedded with '{own}', not " in err, "if you trust it, name it by --embedder" in err) == (
+            (1, True, True)
+        ), (command, err)
+    assert run.json("ask", "Who?", "--store", library, *QUICK, "--embedder", own)["documents"]
+    assert run.json("warm", "run", corpus_file, "--store", library, "--embedder", own)["warmed"] == 0
+    code, _, err = run("warm", "resume", "--store", library)
+    assert (code, f"the last job had --embedder {own}; if you trust that, name it here too" in err) == (1, True)
+    assert run.json("warm", "resume", "--store", library, "--embedder", own)["warmed"] == 0
+    record = json.loads((library / RECORD_NAME).read_text())
+    record["arguments"]["ray"] = "ray://attacker.example:10001"
+    (library / RECORD_NAME).write_text(json.dumps(record))
+    code, _, err = run("warm", "resume", "--store", library, "--embedder", own)
+    assert (code, "the last job had --ray ray://attacker.example:10001" in err) == (1, True)
 
 
 @pytest.mark.slow

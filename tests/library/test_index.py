@@ -80,6 +80,18 @@ def test_a_truncated_file_of_embeddings_says_what_to_do(tmp_path: Path) -> None:
         PassageIndex.load(tmp_path)
 
 
+@pytest.mark.parametrize("token", ["../../elsewhere/1", "/etc/1", "", 7, None])
+def test_an_index_names_no_files_but_its_own(tmp_path: Path, token: object) -> None:
+    (tmp_path / "passages-..").mkdir()
+    folder = tmp_path / "passages"
+    OLD.save(folder)
+    [own] = folder.glob("*.npy")
+    (folder / METADATA).write_text(json.dumps({"embedder": "M", "files": token}))
+    with pytest.raises(QCFuseError, match="cannot read" if token else "no passages in"):
+        PassageIndex.load(folder)
+    assert own.exists()
+
+
 def test_text_that_cannot_be_written_leaves_no_part(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_atomically(tmp_path / "file", "half of a character: \ud800")

@@ -6,6 +6,7 @@ import re
 import sqlite3
 import threading
 import zlib
+from contextlib import closing
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -326,6 +327,16 @@ def test_no_text_is_kept(llama: LanguageModel, tmp_path: Path) -> None:
     kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     for word in ("captain", "Orla", "council", "paint"):
         assert word.encode() not in kept
+
+
+@pytest.mark.parametrize("values", ["atoms = 'x'", "gaps = X'8080'", "gaps = 'text'", "name = X'80'", "gaps = NULL"])
+def test_values_that_others_wrote_recognise_nothing(llama: LanguageModel, tmp_path: Path, values: str) -> None:
+    with open_store(tmp_path) as store:
+        engine = make_engine(llama, store)
+        engine.warm(PASSAGES)
+        with closing(sqlite3.connect(tmp_path / "sources.db")) as database, database:
+            database.execute(f"UPDATE located SET {values}")
+        assert engine.prompt_from_text(flat(PASSAGES)).chunks == ()
 
 
 def test_passages_of_other_models_and_tenants_are_not_recognised(llama: LanguageModel, tmp_path: Path) -> None:

@@ -308,3 +308,23 @@ def test_a_transaction_that_sqlite_rolled_back_itself_fails_with_the_cause() -> 
 
     with pytest.raises(StoreError, match="database or disk is full"):
         fill_up()
+
+
+@pytest.mark.parametrize("foreign", [b"\x80\xff", b"", "../../elsewhere", "nothing", 7, "\x00"])
+def test_rows_that_others_wrote_into_the_manifest_keep_nothing_from_being_forgotten(
+    store: DiskStore, sources: Sources, foreign: object
+) -> None:
+    sources.replace("a.md", stored(store, 0, 1))
+    with closing(sqlite3.connect(store.folder / "sources.db")) as database, database:
+        for source in ("a.md", b"a blob", 7):
+            database.execute("INSERT INTO chunks VALUES (?, ?, ?, ?)", (source, foreign, foreign, foreign))
+        database.execute("INSERT OR REPLACE INTO unwanted VALUES (?, 1)", (foreign,))
+        database.execute("INSERT INTO gone (address) VALUES (?)", (foreign,))
+        database.execute("INSERT INTO derived VALUES (?, ?, ?)", (foreign, foreign, foreign))
+    assert "a.md" in sources.names()
+    assert not {b"a blob", foreign} & {*sources.names(), *sources.addresses("a.md")}
+    assert sources.missing() == {}
+    assert sources.garbage.removed_since(0)[1] == sources.garbage.ownerless() == []
+    assert sources.forget("a.md") == 2
+    assert (present(store, 2), sources.garbage.count(), sources.addresses("a.md")) == ([], 0, set())
+    assert sources.garbage.collect_ownerless() == 0

@@ -125,6 +125,9 @@ class TextDisk(diskcache.Disk):  # type: ignore[misc]
             raise CorruptEntry("the index holds a value that is not text; it was not read")
         return Record.from_json(value)
 
+    def remove(self, file_path: str) -> None:
+        """Remove no file: rows have none, and a foreign row may name any."""
+
 
 class Index:
     """Rows by name; the name of an entry's row is its address.

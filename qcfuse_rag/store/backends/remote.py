@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -62,6 +63,9 @@ class BlobStore(Protocol):
 
 ENDING = ".kv"
 QUARANTINE = "quarantine"
+ANSWER_S, LISTING_S = 20.0, 600.0
+"""Most seconds for a whole answer and a whole listing, however slowly it comes; clients' own timeouts are for a packet.
+"""
 SECRET_PARAMETER = re.compile("password|secret|token|key|sig", re.IGNORECASE)
 """Names of a URL's parameters that may hold secrets."""
 Result = TypeVar("Result")
@@ -172,11 +176,16 @@ class RemoteStore(KVStore):
         """Write, read and remove a blob, even during a pause; if that works, the pause ends."""
         name, written = f"health-{secrets.token_hex(8)}.probe", secrets.token_bytes(32)
         problems = []
-        try:
+
+        def same() -> bool:
             self._blobs.write(name, [written], 60.0)
-            if self._blobs.read(name) != written:
-                problems.append("does not return what was written; is it full, or is there a proxy in between?")
+            found = self._blobs.read(name)
             self._blobs.delete(name)
+            return found == written
+
+        try:
+            if not self._within(same):
+                problems.append("does not return what was written; is it full, or is there a proxy in between?")
         except Exception as error:
             problems.append(f"{self._describe(error)}; check its address, the credentials and the network")
         else:
@@ -202,9 +211,9 @@ class RemoteStore(KVStore):
         return open_entry(self, read, address, key, self._cipher)
 
     def _listed(self, folder: str = "") -> list[tuple[str, int]]:
-        return self._ask(lambda: list(self._blobs.names(folder)))
+        return self._ask(lambda: list(self._blobs.names(folder)), listing=True)
 
-    def _ask(self, request: Callable[[], Result]) -> Result:
+    def _ask(self, request: Callable[[], Result], *, listing: bool = False) -> Result:
         """Send a request to the remote, unless requests are paused."""
         with self._lock:
             if time.monotonic() < self._paused_until:
@@ -212,12 +221,28 @@ class RemoteStore(KVStore):
             if self._failure:  # after the pause, this caller tries again; the others do not wait for it
                 self._paused_until = time.monotonic() + self._pause_s
         try:
-            result = request()
+            result = self._within(request, listing=listing)
         except Exception as error:
             raise StoreError(self._describe(error)) from error
         if self._failure:
             self._resume()
         return result
+
+    def _within(self, request: Callable[[], Result], *, listing: bool = False) -> Result:
+        """Send a request in a thread, which is left alone when the time is over."""
+        limit_s, done = LISTING_S if listing else ANSWER_S, Future[Result]()
+
+        def work() -> None:
+            try:
+                done.set_result(request())
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=work, name="qcfuse-remote", daemon=True).start()
+        if not wait([done], limit_s).done:
+            self._blobs.close()  # ends the thread's reading; the next request connects again
+            raise TimeoutError(f"no whole answer in {limit_s:g} s")
+        return done.result()
 
     def _describe(self, error: Exception) -> str:
         """Return the reason of an error, and pause requests if the remote cannot be reached at all."""
@@ -233,7 +258,7 @@ class RemoteStore(KVStore):
 
     def _answers(self) -> bool:
         try:
-            self._blobs.exists("health")
+            self._within(lambda: self._blobs.exists("health"))
         except Exception:
             return False
         return True

@@ -29,6 +29,7 @@ from typing import Any
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.store.backends.base import KVStore, Miss
+from qcfuse_rag.store.backends.files import ADDRESS
 from qcfuse_rag.store.key import ChunkKey
 
 EVERYBODY = ""
@@ -430,8 +431,7 @@ class Garbage:
 
         A job that was killed while another process forgot its document leaves such entries.
         """
-        rows = self._manifest.query(OWNERLESS)
-        return [a for (a,) in rows if a.startswith(self._store.prefix) and a in self._store]
+        return [a for a in _known(self._manifest.query(OWNERLESS), self._store.prefix) if a in self._store]
 
     def collect_ownerless(self) -> int:
         """Remove the `ownerless` entries from all tiers; return how many were removed."""
@@ -458,11 +458,15 @@ class Garbage:
             [(last,)] = self._manifest.read("SELECT coalesce(max(number), 0) FROM gone")
             return last, []
         rows = self._manifest.read("SELECT number, address FROM gone WHERE number > ? ORDER BY number", number)
-        return rows[-1][0] if rows else number, [address for _, address in rows]
+        return rows[-1][0] if rows else number, _known(row[1:] for row in rows)
 
     def _addresses(self) -> list[str]:
-        rows = self._manifest.query("SELECT address FROM unwanted")
-        return [address for (address,) in rows if address.startswith(self._store.prefix)]
+        return _known(self._manifest.query("SELECT address FROM unwanted"), self._store.prefix)
+
+
+def _known(rows: Iterable[tuple[Any, ...]], prefix: str = "") -> list[str]:
+    """Return the addresses with a prefix in rows of one column; whoever writes to the folder may have put others in."""
+    return [a for (a,) in rows if isinstance(a, str) and ADDRESS.fullmatch(a) and a.startswith(prefix)]
 
 
 def is_gone(store: KVStore, address: str) -> bool:
@@ -619,13 +623,12 @@ class Sources:
 
     def names(self) -> list[str]:
         """Return the names of the sources, in order."""
-        rows = self.manifest.query("SELECT DISTINCT source FROM chunks ORDER BY source")
+        rows = self.manifest.query("SELECT DISTINCT source FROM chunks WHERE typeof(source) = 'text' ORDER BY source")
         return [name.removeprefix(self._prefix) for (name,) in rows if name.startswith(self._prefix)]
 
     def addresses(self, source: str) -> set[str]:
         """Return the addresses of a source's chunks, including those that were evicted."""
-        rows = self.manifest.query("SELECT address FROM chunks WHERE source = ?", self._prefix + source)
-        return {address for (address,) in rows}
+        return set(_known(self.manifest.query("SELECT address FROM chunks WHERE source = ?", self._prefix + source)))
 
     def missing(self) -> dict[str, int]:
         """Return, by source, how many of its chunks are not in the store, since they were evicted or damaged."""

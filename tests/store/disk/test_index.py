@@ -36,6 +36,21 @@ def test_a_row_that_makes_no_sense_is_not_unpickled_and_the_index_is_rebuilt_in_
         assert store.health()[0].ok
 
 
+@pytest.mark.parametrize("expires", [None, 1.0])
+def test_a_row_that_names_a_file_has_no_file_removed(folder: Path, tmp_path: Path, expires: float | None) -> None:
+    """diskcache keeps large values in files, and removes a row's file when the row is replaced."""
+    victim = tmp_path / "victim"
+    victim.write_text("of somebody else")
+    with DiskStore(folder, 10 * ENTRY) as store:
+        put(store, 0)
+        with sqlite3.connect(folder / "index" / "cache.db") as database:
+            database.execute("UPDATE Cache SET filename = ?, expire_time = ?", (str(victim), expires))
+        database.close()
+        put(store, 0, 1)
+        assert store.discard(example_key(0))
+    assert victim.exists()
+
+
 @pytest.mark.parametrize(
     "junk", [b"this is no database" * 1000, b"SQLite format 3\0" + bytes(5000)], ids=["text", "zeros"]
 )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import socketserver
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -44,20 +47,64 @@ def test_many_entries_are_listed_in_steps(on_redis: RedisBlobs, monkeypatch: pyt
     assert sorted(on_redis.names()) == sorted((f"{number}.kv", number) for number in range(50))
 
 
-@pytest.mark.parametrize("answer", [b"*1\r\n$1\r\nx\r\n", b":7\r\n", b"+OK\r\n", b"!not RESP\r\n"])
-def test_a_server_that_answers_with_anything_else_is_a_miss_with_its_reason(answer: bytes, tmp_path: Path) -> None:
+@contextmanager
+def answering(folder: Path, answer: bytes, *, first: int, pause_s: float = 0.0, closes: bool = False) -> Iterator[str]:
+    """Yield the URL of a server that sends an answer to all commands, after its first bytes one by one."""
+
     class Answers(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             while command := self.rfile.readline():
                 for _ in range(int(command[1:])):  # an array of that many texts, each behind its length
                     self.rfile.read(int(self.rfile.readline()[1:]) + 2)
-                self.wfile.write(answer)
+                with suppress(OSError):  # the client has gone
+                    self.wfile.write(answer[:first])
+                    for byte in answer[first:]:
+                        time.sleep(pause_s)
+                        self.wfile.write(bytes([byte]))
+                if closes:
+                    return
 
-    with socketserver.ThreadingUnixStreamServer(str(tmp_path / "socket"), Answers) as server:
+    with socketserver.ThreadingUnixStreamServer(str(folder / "socket"), Answers) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        store = RemoteStore(RedisBlobs(f"unix://{tmp_path}/socket"))
-        miss = store.open(example_key())
+        yield f"unix://{folder}/socket"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("answer", [b"*1\r\n$1\r\nx\r\n", b":7\r\n", b"+OK\r\n", b"!not RESP\r\n"])
+def test_a_server_that_answers_with_anything_else_is_a_miss_with_its_reason(answer: bytes, tmp_path: Path) -> None:
+    with answering(tmp_path, answer, first=len(answer)) as url, RemoteStore(RedisBlobs(url)) as store:
+        miss = store.open(example_key().address)
         assert isinstance(miss, Miss)
         assert "redis" in miss.reason
-        store.close()
-        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("answer", "first", "closes", "reason"),
+    [
+        (b"$2000\r\n" + bytes(2002), 0, False, "no whole answer in 1 s"),
+        (b"", 0, False, "Timeout reading from"),
+        (b"$2000\r\n" + bytes(10), 99, True, "Connection closed by server"),
+        (b"$99999999999999\r\n" + bytes(10), 99, False, "Timeout reading from"),
+        (b"*99999999\r\n" + b"$1\r\nx\r\n" * 400, 0, False, "no whole answer in 1 s"),
+    ],
+    ids=["drips", "says nothing", "closes in the middle", "announces 100 TB", "a long array"],
+)
+def test_a_server_that_does_not_come_to_an_end_is_a_miss_in_time(
+    answer: bytes, first: int, closes: bool, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seams.remote_answer_s(monkeypatch, 1.0)
+    started = time.monotonic()
+    with (
+        answering(tmp_path, answer, first=first, pause_s=0.02, closes=closes) as url,
+        RemoteStore(RedisBlobs(url, timeout_s=0.4)) as store,
+    ):
+        found = [store.open(example_key(number).address) for number in range(5)]
+        assert [isinstance(miss, Miss) and reason in miss.reason for miss in found] == [True] * 5, found
+        with pytest.raises(StoreError, match=reason):
+            store.put(example_key(), example_chunk())
+        with pytest.raises(StoreError, match=reason):
+            list(store.entries())
+        assert not store.health()[0].ok
+    assert time.monotonic() - started < 15, "asked once, and then left alone; `health` asks again"
