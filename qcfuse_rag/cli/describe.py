@@ -13,6 +13,7 @@ from qcfuse_rag.cli.console import OUT, print_note, size
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.methods import METHODS
+from qcfuse_rag.models.source import adapter_base
 from qcfuse_rag.runtime.attention.dispatch import dense_attention_name
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -80,6 +81,7 @@ def check_model(config: EngineConfig) -> dict[str, Any]:
     report: dict[str, Any] = {
         "model": name,
         "supported": check.passed,
+        "adapter_of": adapter_base(name),
         "architecture": type(lm.model).__name__,
         "layers": lm.n_layers,
         "dtype": lm.fingerprint.dtype,
@@ -106,6 +108,8 @@ def print_model_check(report: Mapping[str, Any]) -> None:
     check = report["check"]
     dtype = report["dtype"] + ("" if report["weight_format"] == "model" else f", {report['weight_format']} weights")
     OUT.print(f"[green]supported[/green]: {report['architecture']}, {report['layers']} layers, {dtype}")
+    if report["adapter_of"]:
+        OUT.print(f"  adapter: merged into the weights of {report['adapter_of']}")
     OUT.print(f"  positions: {'; '.join(report['rope'])}")
     OUT.print(f"  context window: {report['context_window']:,} tokens ({report['context_window_reason']})")
     OUT.print(f"  stored size: {size(report['kv_bytes_per_token'])} per token")

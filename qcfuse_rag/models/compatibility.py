@@ -36,10 +36,6 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
         UnsupportedModel: if reuse would be wrong; the message names the property.
     """
     config = model.config.get_text_config()
-    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
-        raise UnsupportedModel(
-            "an adapter is attached, which the fingerprint of stored caches does not cover; merge it first"
-        )
     sharding = _sharding(model)
     if sharding is not None:
         raise UnsupportedModel(

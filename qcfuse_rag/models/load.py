@@ -43,6 +43,7 @@ from qcfuse_rag.models.quantized_weights import quantize_weights
 from qcfuse_rag.models.result_cache import FileState, hash_once
 from qcfuse_rag.models.source import (
     QUANTIZED_FORMATS,
+    adapter_base,
     check_weight_format,
     damage,
     fetch_options,
@@ -208,7 +209,8 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
     """Load weights for inference.
 
     Args:
-        name: a folder with a saved model, a `.gguf` file, or a Hugging Face id.
+        name: a folder with a saved model, a `.gguf` file, or a Hugging Face id. An adapter that peft saved in a folder
+            is merged into the model that it names.
         device: such as `cpu` or `cuda:0`; None is a GPU if there is one.
         dtype: of computed keys and values, such as `bfloat16`; None is the checkpoint's own on a GPU, and float32 on a
             CPU, or bfloat16 if that is measured to be faster; see `models.cpu_weights`.
@@ -218,8 +220,8 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
 
     Raises:
         ModelNotFound: if the model cannot be read or fetched completely.
-        UnsupportedModel: if the tokenizer has no fast (Rust) version, or the model is an adapter alone, is no text
-            decoder, or brings its own code, which is never run.
+        UnsupportedModel: if the tokenizer has no fast (Rust) version, the adapter does not fit or cannot be merged, or
+            the model is no text decoder, or brings its own code, which is never run.
         QCFuseError: if the device does not exist, or there are no such weights.
         ValueError: if there is no such dtype.
     """
@@ -232,10 +234,20 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
     if on_cpu and dtype is None:
         bfloat16 = cpu_format == "bfloat16" and weights != "float16"
         torch_dtype = torch.bfloat16 if bfloat16 else torch.float32
-    source, options = model_source(name)
+    adapter = name if (base := adapter_base(name)) else None
+    source, options = model_source(name := base or name)
     gguf = Path(source) / options["gguf_file"] if options else None
     files = _weight_files(source, gguf)
     model, tokenizer = _load_gguf(name, gguf, torch_dtype) if gguf else _load_source(name, torch_dtype)
+    if adapter is not None:
+        from qcfuse_rag.models.adapters import load_adapter
+
+        try:
+            model, tokenizer, files = load_adapter(model, adapter), load_tokenizer(adapter), None
+        except QCFuseError:
+            raise
+        except Exception as error:  # of peft, for whatever is in the folder
+            raise _load_error(adapter, error, unreachable=False) from error
     quantized = weights in QUANTIZED_FORMATS
     if quantized and getattr(model, "hf_quantizer", None) is not None and gguf is None:
         raise UnsupportedModel(f"the weights of {name!r} are quantised already; load it with weights='model'")
@@ -355,6 +367,8 @@ def _check_device(device: str) -> None:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load only the tokenizer of a model; raise `ModelNotFound` if it cannot be read or fetched."""
     source, options = model_source(name)
+    if adapter_base(name) and Path(name, "tokenizer.json").expanduser().is_file():  # it was trained with its own
+        source, options = str(Path(name).expanduser()), {}
     fetch = fetch_options(source)
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options, **fetch)

@@ -5,6 +5,7 @@ This module imports quickly.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from contextlib import suppress
@@ -18,16 +19,18 @@ HUB_TIMEOUT_S = 6.0
 
 GGUF_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
 """Matches the name of one of several files into which llama.cpp's `gguf-split` has cut a model."""
+ADAPTER_CONFIG = "adapter_config.json"
 LFS_POINTER = b"version https://git-lfs."
 
 
 def model_source(name: str) -> tuple[str, dict[str, Any]]:
-    """Return the name or path that transformers loads from, and the options for it.
+    """Return the name or path that transformers loads from, and the options for it; for an adapter its base model's.
 
     Raises:
         ModelNotFound: if a file or folder is named that does not exist or holds no model.
-        UnsupportedModel: if the folder holds an adapter, or the file is a part of a model.
+        UnsupportedModel: if the file is a part of a model; see also `adapter_base`.
     """
+    name = adapter_base(name) or name
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         if not path.is_file():
@@ -36,12 +39,32 @@ def model_source(name: str) -> tuple[str, dict[str, Any]]:
             raise _part_error(path)
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
-        if (path / "adapter_config.json").is_file():
-            raise UnsupportedModel(f"{path} has an adapter: merge it into its model's weights and save those first")
         return str(path), _gguf_option(path)
     if name.startswith((".", "/", "~")):
         raise ModelNotFound(f"there is no model folder at {path}")
     return name, {}
+
+
+def adapter_base(name: str) -> str | None:
+    """Return the name of the base model if a folder with a peft adapter is named, else None.
+
+    Raises:
+        ModelNotFound, UnsupportedModel: if that is not named or not there, or either is not what it should be.
+    """
+    config = Path(name, ADAPTER_CONFIG).expanduser()
+    if not config.is_file():
+        return None
+    if any(config.parent.glob("model*.safetensors")):
+        raise UnsupportedModel(f"{name} has a model and an adapter: move one of them to another folder")
+    try:
+        base = str(Path(found := json.loads(config.read_text("utf-8"))["base_model_name_or_path"]).expanduser())
+    except (ValueError, LookupError, TypeError) as error:
+        raise ModelNotFound(f"{config} names no base model: set its base_model_name_or_path") from error
+    if found.startswith((".", "/", "~")) and not Path(base).exists():
+        raise ModelNotFound(f"{config} names the base model {base}, which is not there: set base_model_name_or_path")
+    if Path(base, ADAPTER_CONFIG).is_file():
+        raise UnsupportedModel(f"the base model of {name} is an adapter too: merge {base} and save its model first")
+    return base
 
 
 def _gguf_option(folder: Path) -> dict[str, Any]:

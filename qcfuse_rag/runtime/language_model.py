@@ -99,12 +99,17 @@ class LanguageModel:
 
         This switches the model's attention to `qcfuse`. Outside fused passes it gives the same results as before, so
         the model stays usable for anything else. Later changes of its weights are not noticed: wrap it again then.
+        Active adapters of a `PeftModel`, or attached by transformers, are merged into the model itself.
         `name` is for reports; `weights_hash` is that of `hash_weights`, if it is known, before the weights were
         quantised to the `weight_format`.
 
         Raises:
             UnsupportedModel: if reuse would be wrong for the model; the error names the property.
         """
+        if hasattr(model, "peft_config"):
+            from qcfuse_rag.models.adapters import merge_adapters
+
+            model = merge_adapters(model)
         context_window = refuse_unsupported(model)
         refuse_mismatched_tokenizer(model, tokenizer)
         ropes, shapes = measure_rope(model, max_position=context_window.tokens - 1)

@@ -63,9 +63,8 @@ ENCODER_DECODER = T5Config(vocab_size=64, d_model=32, d_ff=32, num_layers=2, num
         ),
         (lambda: changed(config=SHARED_KEYS), "some layers keep no keys and values of their own"),
         (lambda: T5ForConditionalGeneration(ENCODER_DECODER), "encoder-decoder"),
-        (lambda: changed(_hf_peft_config_loaded=True), "merge it first"),
     ],
-    ids=["dynamic RoPE", "recurrent", "linear attention", "shared keys", "encoder-decoder", "adapter"],
+    ids=["dynamic RoPE", "recurrent", "linear attention", "shared keys", "encoder-decoder"],
 )
 def test_a_model_that_cannot_be_right_is_refused(build: Callable[[], PreTrainedModel], message: str | None) -> None:
     with pytest.raises(UnsupportedModel, match=message):
@@ -272,13 +271,6 @@ def test_weights_of_other_shapes_are_one_clear_error(tmp_path: Path, tokenizer: 
     tokenizer.save_pretrained(tmp_path)
     build_model("llama", intermediate_size=32).config.save_pretrained(tmp_path)
     with pytest.raises(ModelNotFound, match="have other shapes than its configuration asks for"):
-        LanguageModel.load(str(tmp_path), device="cpu")
-
-
-def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    build_model("llama").save_pretrained(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UnsupportedModel, match="merge it into its model's weights"):
         LanguageModel.load(str(tmp_path), device="cpu")
 
 
