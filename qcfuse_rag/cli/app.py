@@ -26,6 +26,7 @@ from qcfuse_rag.cli.console import (
     with_full_stop,
 )
 from qcfuse_rag.cli.options import (
+    LIBRARY,
     METHOD,
     WORDING,
     AskOptions,
@@ -77,7 +78,7 @@ def demo(config: LoadedModel, options: DemoOptions, as_json: Json = False) -> No
 @warm_app.command("run")
 @expand_options
 def warm_run(
-    store: Library, config: WarmedModel, corpus: CorpusOptions, job: JobOptions, as_json: Json = False
+    *, store: Library = LIBRARY, config: WarmedModel, corpus: CorpusOptions, job: JobOptions, as_json: Json = False
 ) -> None:
     """Split documents into passages, index them, and prefill each into the store; a second run adds or continues."""
     from qcfuse_rag.library.jobs import require_no_other_job
@@ -88,14 +89,16 @@ def warm_run(
 
 @warm_app.command("plan")
 @expand_options
-def warm_plan(store: Library, config: WarmedModel, corpus: CorpusOptions, as_json: Json = False) -> None:
+def warm_plan(*, store: Library = LIBRARY, config: WarmedModel, corpus: CorpusOptions, as_json: Json = False) -> None:
     """Estimate the bytes and seconds that `warm run` would take, without storing anything."""
     _code("warm").plan_warming(store, config, corpus, as_json=as_json)
 
 
 @warm_app.command("resume")
 @expand_options
-def warm_resume(store: Library, options: Annotated[JobOptions, ("embedder", "ray")], as_json: Json = False) -> None:
+def warm_resume(
+    *, store: Library = LIBRARY, options: Annotated[JobOptions, ("embedder", "ray")], as_json: Json = False
+) -> None:
     """Continue the last warming job of a library with the same options."""
     from qcfuse_rag.library.jobs import require_no_other_job
 
@@ -106,13 +109,15 @@ def warm_resume(store: Library, options: Annotated[JobOptions, ("embedder", "ray
 
 @warm_app.command("prefix")
 @expand_options
-def warm_prefix_command(store: Library, config: WordedModel, options: PrefixOptions, as_json: Json = False) -> None:
+def warm_prefix_command(
+    *, store: Library = LIBRARY, config: WordedModel, options: PrefixOptions, as_json: Json = False
+) -> None:
     """Prefill a system message and an agent's tools, so that no conversation has to compute them again."""
     _code("warm").warm_prefix(store, config, options, as_json=as_json)
 
 
 @warm_app.command("status")
-def warm_status(store: Library, as_json: Json = False) -> None:
+def warm_status(store: Library = LIBRARY, as_json: Json = False) -> None:
     """Show the progress of the last warming job of a library."""
     from qcfuse_rag.library.jobs import JobRecord
 
@@ -132,7 +137,8 @@ def warm_status(store: Library, as_json: Json = False) -> None:
 @app.command("serve")
 @expand_options
 def serve_command(
-    store: Annotated[Path, typer.Option(help="Folder of a library or of a store.")],
+    *,
+    store: Annotated[Path, typer.Option(help="Folder of a library or of a store.")] = LIBRARY,
     config: ModelAndMethod,
     options: Serving,
 ) -> None:
@@ -159,17 +165,29 @@ def verify_command(config: VerifiedModel, options: VerifyOptions, as_json: Json 
 @expand_options
 def ask(
     question: Question,
-    store: Library,
+    *,
+    store: Library = LIBRARY,
     config: ModelAndMethod,
     options: AskOptions,
+    documents: Annotated[
+        list[Path] | None, typer.Option(help="Folder or file to warm first, where it is not; may be repeated.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.")] = 128,
     explain: Annotated[Path | None, typer.Option(help="HTML page to write, which shows the recomputed tokens.")] = None,
     as_json: Json = False,
 ) -> None:
     """Answer a question over warmed documents and report which tokens were reused."""
-    _require_library(store)
+    if not documents:
+        _require_library(store)
     _code("ask").ask_library(
-        question, store, config, options, max_new_tokens=max_new_tokens, explain=explain, as_json=as_json
+        question,
+        store,
+        config,
+        options,
+        documents=documents or (),
+        max_new_tokens=max_new_tokens,
+        explain=explain,
+        as_json=as_json,
     )
 
 
@@ -177,7 +195,8 @@ def ask(
 @expand_options
 def explain(
     question: Question,
-    store: Library,
+    *,
+    store: Library = LIBRARY,
     config: ModelAndMethod,
     options: AskOptions,
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("explain.html"),
@@ -191,7 +210,8 @@ def explain(
 @app.command()
 @expand_options
 def chat(
-    store: Library,
+    *,
+    store: Library = LIBRARY,
     config: ModelAndMethod,
     options: AskOptions,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 256,

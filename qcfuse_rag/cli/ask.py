@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from qcfuse_rag.cli.console import ERR, OUT, error_text, print_json, print_line, print_note, shows_tracebacks, size
 from qcfuse_rag.cli.library import open_session
-from qcfuse_rag.cli.options import AskOptions
+from qcfuse_rag.cli.options import AskOptions, CorpusOptions, JobOptions
+from qcfuse_rag.cli.warm import print_left_out, run_job
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.report import FusionReport
@@ -25,11 +26,19 @@ def ask_library(
     config: EngineConfig,
     options: AskOptions,
     *,
+    documents: Sequence[Path] = (),
     max_new_tokens: int = 128,
     explain: Path | None,
     as_json: bool,
 ) -> None:
-    """Retrieve passages, answer a question over them, and print the answer and what was reused."""
+    """Retrieve passages, answer a question over them, and print the answer and what was reused.
+
+    Documents are warmed first, where they are not.
+    """
+    if documents:
+        corpus = CorpusOptions(paths=list(documents), tenant=options.tenant)
+        summary, _ = run_job(library, config, corpus, JobOptions(embedder=options.embedder))
+        print_left_out(summary["failed"], summary["unread"])
     with open_session(library, config, options) as session:
         answer = session.answer(question, max_new_tokens=max_new_tokens)
         if as_json:

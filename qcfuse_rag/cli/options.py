@@ -34,6 +34,7 @@ ModelAndMethod = Annotated[EngineConfig, METHOD]
 
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Library = Annotated[Path, Option("--store", help="Folder of the library; its folder kv is the store.")]
+LIBRARY = Path("library")
 Question = Annotated[str, Argument(help="The question.")]
 Tenant = Annotated[
     str | None,

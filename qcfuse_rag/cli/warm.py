@@ -93,11 +93,25 @@ def plan_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, *, 
     OUT.print(f"would take {size(plan.size_bytes)} of {size(free)} free, and about {duration(plan.seconds or 0.0)}")
     if plan.left_out:
         OUT.print(f"[yellow]{plan.left_out} caches do not fit the store's limit[/yellow]; raise --limit-gb")
-    _print_left_out(failed, unread)
+    print_left_out(failed, unread)
 
 
 def run_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, job: JobOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; a repeated job skips caches that are already stored."""
+    summary, verified = run_job(library, config, corpus, job)
+    if as_json:
+        print_json(summary)
+        return
+    _print_summary(summary)
+    if not verified:
+        tenant = ["--tenant", corpus.tenant] if corpus.tenant else []
+        command = shlex.join(["qcfuse", "verify", "--store", str(library), *tenant])
+        about = "finds the share to recompute at which answers on these passages are near full prefill's"
+        print_line(f"`{command}` {about}")
+
+
+def run_job(library: Path, config: EngineConfig, corpus: CorpusOptions, job: JobOptions) -> tuple[dict[str, Any], bool]:
+    """Warm documents and keep a record of the job; return its summary, and whether the library has a verdict."""
     refuse_store(library)
     _check_paths(corpus, library, allow_empty=job.allow_empty)
     settings = LibrarySettings.load(library)
@@ -121,15 +135,7 @@ def run_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, job:
                 record.finish("failed", error=str(error))
             raise
         record.finish("finished", summary=summary)
-    if as_json:
-        print_json(summary)
-        return
-    _print_summary(summary)
-    if not verified:
-        tenant = ["--tenant", corpus.tenant] if corpus.tenant else []
-        command = shlex.join(["qcfuse", "verify", "--store", str(library), *tenant])
-        about = "finds the share to recompute at which answers on these passages are near full prefill's"
-        print_line(f"`{command}` {about}")
+    return summary, verified
 
 
 def resume_warming(library: Path, named: Mapping[str, str | None], *, as_json: bool) -> None:
@@ -310,10 +316,11 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
         )
     if summary["left_out"]:
         print_note(f"{summary['left_out']} caches left out:", "they do not fit the store; raise --limit-gb")
-    _print_left_out(summary["failed"], summary["unread"])
+    print_left_out(summary["failed"], summary["unread"])
 
 
-def _print_left_out(failed: Sequence[tuple[str, str]], unread: Unread) -> None:
+def print_left_out(failed: Sequence[tuple[str, str]], unread: Unread) -> None:
+    """Print a note for each passage that was not stored, and for each reason why files were passed over."""
     not_stored = [f"a passage of {source}: {reason}" for source, reason in failed]
     passed_over = [f"{reason}: {_list(paths)}" for reason, paths in unread.items()]
     for label, reasons in (("not stored:", not_stored), ("passed over:", passed_over)):

@@ -80,6 +80,19 @@ def test_warm_then_ask(run: Run, documents: Path, model_folder: str, tmp_path: P
     assert "4 chunks" in " ".join(run("store", "stats", "--store", store)[1].split())
 
 
+def test_ask_warms_the_documents_that_it_is_given(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the library is there unless another folder is named
+    asking = ("ask", "Who keeps the paint?", "--documents", documents, "--model", model_folder, "--device", "cpu")
+    for warmed in (6, 0):  # nothing is left to warm the second time
+        code, out, _ = run(*asking, *METHOD_OPTIONS, "--max-new-tokens", 1, "--json")
+        answer = json.loads(out)
+        assert (code, answer["report"]["fallback"], len(answer["documents"])) == (0, None, 3)
+        status = json.loads(run("warm", "status", "--json")[1])
+        assert (status["state"], status["summary"]["warmed"]) == ("finished", warmed)
+
+
 def test_a_changed_document_replaces_its_passages(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
     store = tmp_path / "store"
     options = ("--store", store, "--model", model_folder, "--device", "cpu", "--json")
