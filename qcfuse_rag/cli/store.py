@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing, nullcontext, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,8 +32,6 @@ Addresses = Annotated[list[str] | None, typer.Argument(help="Addresses of entrie
 @store_app.command()
 def stats(folder: Folder, as_json: Json = False) -> None:
     """Show the contents and the settings of a store."""
-    from dataclasses import asdict
-
     from qcfuse_rag.library.folder import open_disk_tier
     from qcfuse_rag.models.fingerprint import Fingerprint
 
@@ -40,7 +39,7 @@ def stats(folder: Folder, as_json: Json = False) -> None:
         stats, models, settings = store.stats()[0], store.models(), asdict(store.settings)
     settings["encrypted"] = settings.pop("secret") is not None
     print_result(
-        {**stats.to_dict(), "settings": settings, "models": list(models.values())},
+        {**asdict(stats), "settings": settings, "models": list(models.values())},
         as_json,
         f"{stats.entries} chunks, {size(stats.size_bytes)} of {size(stats.limit_bytes or 0)}, in {store.folder}",
         "  " + ", ".join(f"{name} {settings[name]}" for name in ("kv_dtype", "eviction", "ttl_s", "encrypted")),
@@ -54,7 +53,6 @@ def stats(folder: Folder, as_json: Json = False) -> None:
 @store_app.command()
 def health(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> None:
     """Test reading and writing of a store and of the remote behind it; exit with 1 on failure."""
-    from dataclasses import replace
     from shutil import disk_usage
 
     from qcfuse_rag.library.folder import existing_store_folder, open_disk_tier
@@ -74,8 +72,8 @@ def health(folder: Folder, remote: RemoteUrl = None, as_json: Json = False) -> N
                 [remote_report] = remote_store.health()
     ok = health_report.ok and (remote_report is None or remote_report.ok)
     if as_json:
-        remote_data = None if remote_report is None else remote_report.to_dict()
-        print_json({**health_report.to_dict(), "ok": ok, "notes": notes, "remote": remote_data})
+        remote_data = None if remote_report is None else asdict(remote_report)
+        print_json({**asdict(health_report), "ok": ok, "notes": notes, "remote": remote_data})
     else:
         OUT.print("[green]healthy[/green]" if ok else "[red]not healthy[/red]")
         remote_problems = () if remote_report is None else remote_report.problems
@@ -94,7 +92,7 @@ def fsck(folder: Folder, as_json: Json = False) -> None:
     with open_disk_tier(folder) as store, progress_bar("checking", "entries") as advance:
         report = check_store(store, progress=advance)
     if as_json:
-        print_json(report.to_dict())
+        print_json({**asdict(report), "clean": report.clean})
     else:
         OUT.print(f"{report.sound} of {report.checked} entries sound, {size(report.reclaimed_bytes)} reclaimed")
         OUT.print(
@@ -165,7 +163,7 @@ def wipe(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
             print_note("removed, not overwritten:", f"{path} has another name (a hard link)")
         for path in report.left:
             print_note("not the store's:", f"{path}; left alone")
-    print_result(report.to_dict(), as_json, f"{report.files} files overwritten and removed")
+    print_result(asdict(report), as_json, f"{report.files} files overwritten and removed")
 
 
 @store_app.command()
@@ -273,7 +271,7 @@ def compress(
             selected = _select(documents, addresses, source) if addresses or source else None
         report = rewrite(store, kv_dtype, selected, progress=advance)
     print_result(
-        report.to_dict(),
+        asdict(report),
         as_json,
         f"{report.done} entries, {size(report.bytes_before)} before, {size(report.bytes_after)} after",
     )
@@ -306,7 +304,7 @@ def move(
         origin, target = (store, remote) if to is not None else (remote, store)
         with progress_bar("moving", "entries") as advance:
             report = move_entries(origin, target, selected, keep=keep, progress=advance)
-    print_result(report.to_dict(), as_json, f"{report.done} entries {'copied' if keep else 'moved'}")
+    print_result(asdict(report), as_json, f"{report.done} entries {'copied' if keep else 'moved'}")
     _require_all(report)
 
 

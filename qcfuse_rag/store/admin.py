@@ -7,15 +7,14 @@ import sqlite3
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss, check_entry
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.files import FILES_BESIDE, FOLDERS
-from qcfuse_rag.store.backends.index import INDEX_FAILURES, WRITING, DiskQuota
+from qcfuse_rag.store.backends.index import DiskQuota
 from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
 from qcfuse_rag.store.documents.sources import FILE_NAME, Garbage, Manifest, manifest_damage
 from qcfuse_rag.store.key import ChunkKey
@@ -38,10 +37,6 @@ class ChangeReport:
     missing: dict[str, str] = field(default_factory=dict)
     bytes_before: int = 0
     bytes_after: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
 
 
 def lookup(store: KVStore, keys: Iterable[ChunkKey | str]) -> dict[str, str | None]:
@@ -171,10 +166,6 @@ class CheckReport:
         """Whether nothing was wrong."""
         return not (self.damaged or self.unread or self.found or self.lost or self.leftovers or self.ownerless)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return {**asdict(self), "clean": self.clean}
-
 
 def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
     """Read and check every entry, and make the index agree with the files. May run while the store is in use.
@@ -183,8 +174,17 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
         StoreError: if the store cannot be written.
     """
     report = CheckReport()
+
+    def agree(quota: DiskQuota) -> None:
+        before = quota.index.size()
+        with quota.index.transact():
+            report.leftovers = quota.reclaim()
+        report.lost = quota.remove_lost()
+        report.found, report.damaged = quota.index_new_files()
+        report.reclaimed_bytes = max(0, before - quota.index.size())
+
     try:
-        store.change(lambda quota: _agree(store, quota, report))
+        store.change(agree)
         report.strays = sorted(str(path.relative_to(store.files.folder)) for path in store.files.strays())
         addresses = [address for address, _ in store.files.entries()]
         for done, address in enumerate(addresses, start=1):
@@ -195,7 +195,7 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
                 (report.unread if store.files.path(address).exists() else report.damaged).append((address, reason))
             if progress is not None:
                 progress(done, len(addresses))
-    except INDEX_FAILURES as error:
+    except OSError as error:
         raise StoreError(f"cannot check {store.folder}: {error}") from error
     report.ownerless = _ownerless(store)
     return report
@@ -213,13 +213,9 @@ def collect_garbage(store: DiskStore) -> int:
         with quota.index.transact():
             quota.reclaim()
             quota.clear_quarantine()
-        _remove_leftovers(store, quota)
         return before - quota.index.size()
 
-    try:
-        return store.change(collect)
-    except INDEX_FAILURES as error:
-        raise StoreError(f"cannot clean {store.folder}: {error}") from error
+    return store.change(collect)
 
 
 def rebuild(store: DiskStore) -> int:
@@ -228,21 +224,7 @@ def rebuild(store: DiskStore) -> int:
     Raises:
         StoreError: if the index cannot be written.
     """
-    try:
-        return store.change(DiskQuota.rebuild)
-    except INDEX_FAILURES as error:
-        raise StoreError(f"cannot rebuild the index of {store.folder}: {error}") from error
-
-
-def _agree(store: DiskStore, quota: DiskQuota, report: CheckReport) -> None:
-    """Make the index agree with the files."""
-    before = quota.index.size()
-    with quota.index.transact():
-        quota.reclaim()
-    report.leftovers = _remove_leftovers(store, quota)
-    report.lost = quota.remove_lost()
-    report.found, report.damaged = quota.index_new_files()
-    report.reclaimed_bytes = max(0, before - quota.index.size())
+    return store.change(DiskQuota.rebuild)
 
 
 def _ownerless(store: DiskStore) -> list[str]:
@@ -262,17 +244,6 @@ def _damage(store: DiskStore, address: str) -> str | None:
     return None if miss is None else miss.reason
 
 
-def _remove_leftovers(store: DiskStore, quota: DiskQuota) -> int:
-    """Remove temporary files without a living writer on this machine; return how many."""
-    count = 0
-    with quota.index.transact():
-        writing = {name for name, *_ in quota.index.rows(WRITING)}
-        for path in list(store.files.temporaries()):
-            if path.name not in writing and store.files.is_abandoned(path.name):
-                count += store.files.remove_temporary(path.name)
-    return count
-
-
 BLOCK_BYTES = 1 << 20
 
 
@@ -288,10 +259,6 @@ class WipeReport:
     files: int = 0  # number of files that were overwritten and removed
     linked: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
 
 
 def wipe(folder: Path, also: Iterable[Path] = ()) -> WipeReport:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import time
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -36,20 +35,16 @@ SLAB_ALIGNMENT = 256
 class Blocks(Mapping[str, Tensor]):
     """Named tensors of a chunk; rows are tokens where tokens are the first dimension."""
 
-    @abstractmethod
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows `start <= r < stop` of a block; a store reads only the pieces they are in."""
+        return self[name][start:stop]
 
 
 class TensorBlocks(Blocks):
-    """Blocks in memory."""
+    """Blocks in memory, or those that another mapping has."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows of a block, a view."""
-        return self._tensors[name][start:stop]
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -61,15 +56,15 @@ class TensorBlocks(Blocks):
         return len(self._tensors)
 
 
-class PreloadedBlocks(Blocks):
+class PreloadedBlocks(TensorBlocks):
     """Blocks of which some are read at once and kept in memory, whether or not the store caches them.
 
     Made for probes, which run when it is too late to wait for the store or to drop the chunk.
     """
 
     def __init__(self, blocks: Blocks, names: Iterable[str]) -> None:
-        self._blocks = blocks
-        self._preloaded = {name: blocks[name] for name in names}
+        super().__init__(blocks)
+        self._blocks, self._preloaded = blocks, {name: blocks[name] for name in names}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows of a block."""
@@ -79,12 +74,6 @@ class PreloadedBlocks(Blocks):
     def __getitem__(self, name: str) -> Tensor:
         block = self._preloaded.get(name)
         return self._blocks[name] if block is None else block
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._blocks)
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
 
 class BlockForm(NamedTuple):
@@ -401,10 +390,11 @@ def to_store_format(chunk: ChunkKV, kv_dtype: str) -> ChunkKV:
     return to_format(chunk, kv_dtype) if chunk.kv_dtype == LOSSLESS else chunk
 
 
-class SlicedBlocks(Blocks):
+class SlicedBlocks(TensorBlocks):
     """Blocks of some of a chunk's tokens; a store reads and checks no others."""
 
     def __init__(self, blocks: Blocks, start: int, stop: int) -> None:
+        super().__init__(blocks)
         self._blocks, self._start, self._stop = blocks, start, stop
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -421,12 +411,6 @@ class SlicedBlocks(Blocks):
         if self._is_shared(name):
             return self._blocks[name]
         return self._blocks.rows(name, self._start, self._stop)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._blocks)
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
     @staticmethod
     def _is_shared(name: str) -> bool:

@@ -79,19 +79,15 @@ class KVStoreTests:
 
     def test_what_is_put_comes_back_bit_for_bit(self, store: KVStore) -> None:
         for number, dtype in enumerate(DTYPES):
-            chunk = example_chunk(number, dtype=dtype)
-            store.put(example_key(number), chunk)
-            chunk.blocks["key.0"].zero_()
-            assert_same(store.get(example_key(number)), self._expected(store, number, dtype=dtype))
-            assert example_key(number) in store
-
-    def test_extreme_numbers_come_back_bit_for_bit(self, store: KVStore) -> None:
-        for number, dtype in enumerate(DTYPES):
-            chunk, limits = example_chunk(dtype=dtype), torch.finfo(dtype)
+            chunk, limits = example_chunk(number, dtype=dtype), torch.finfo(dtype)
             extremes = torch.tensor([-0.0, limits.smallest_normal, limits.max, limits.min], dtype=dtype)
             chunk.blocks["value.1"][2, 1] = extremes
+            expected = to_format(chunk.copied(), store.kv_dtype)
             store.put(example_key(number), chunk)
-            assert_same(store.get(example_key(number)), to_format(chunk, store.kv_dtype))
+            chunk.blocks["key.0"].zero_()
+            assert_same(store.get(example_key(number)), expected)
+            assert example_key(number) in store
+            assert {block.dtype for block in self._chunk(store, number).layer(1)} == {dtype}
 
     def test_a_quantized_chunk_stays_as_it_is(self, store: KVStore) -> None:
         for number, kv_dtype in enumerate(ONE_BYTE_FORMATS):
@@ -109,38 +105,16 @@ class KVStoreTests:
             assert not isinstance(opened, Miss)
             assert_same(opened[1], patch)
 
-    def test_layers_come_back_in_the_dtype_of_the_model(self, store: KVStore) -> None:
-        store.put(example_key(), example_chunk(dtype=torch.bfloat16))
-        keys, values = self._chunk(store).layer(1)
-        assert (keys.shape, values.shape) == ((2, 5, 8), (2, 5, 4))
-        assert (keys.dtype, values.dtype) == (torch.bfloat16, torch.bfloat16)
-
     def test_a_range_of_tokens_is_that_slice_of_the_whole(self, store: KVStore) -> None:
         store.put(example_key(), example_chunk(n_tokens=300))
         expected = self._expected(store, n_tokens=300)
-        for start, stop in (
-            (0, 300),
-            (0, 1),
-            (0, 128),
-            (127, 129),
-            (128, 256),
-            (130, 140),
-            (299, 300),
-            (0, 0),
-            (7, 7),
-            (128, 128),
-        ):
+        for start, stop in ((0, 300), (0, 128), (127, 129), (130, 140), (299, 300), (0, 0), (128, 128)):
+            chunk = self._chunk(store)
             for layer in range(expected.n_layers):
-                ranges = self._chunk(store).layer(layer, start, stop)
-                for part, whole in zip(ranges, expected.layer(layer), strict=True):
+                for part, whole in zip(chunk.layer(layer, start, stop), expected.layer(layer), strict=True):
                     assert torch.equal(part.cpu(), whole[:, start:stop]), f"tokens {start} to {stop} differ"
-
-    def test_a_long_chunk_comes_back_whole(self, store: KVStore) -> None:
-        store.put(example_key(), example_chunk(n_tokens=300))
-        chunk = self._chunk(store)
-        chunk.layer(2, 100, 200)
-        assert_same(chunk, self._expected(store, n_tokens=300))
-        assert torch.equal(chunk.anchors(0.1)[0].cpu(), example_chunk(n_tokens=300).anchors(0.1)[0])
+        assert_same(chunk, expected)
+        assert torch.equal(chunk.anchors(0.1)[0].cpu(), expected.anchors(0.1)[0])
 
     def test_a_key_that_differs_anywhere_is_another_key(self, store: KVStore) -> None:
         key = example_key()
@@ -182,10 +156,6 @@ class KVStoreTests:
             assert entry.expires is None
             assert not entry.pinned
 
-    def test_entries_fits_json(self, store: KVStore) -> None:
-        store.put(example_key(), example_chunk())
-        assert [entry.to_dict()["address"] for entry in store.entries()] == [store.address(example_key())]
-
     def test_pin_says_whether_there_is_such_an_entry(self, store: KVStore) -> None:
         store.put(example_key(), example_chunk())
         assert store.pin(example_key())
@@ -194,22 +164,17 @@ class KVStoreTests:
         assert not any(entry.pinned for entry in store.entries())
         assert_same(store.get(example_key()), self._expected(store))
 
-    def test_discard_removes_one_entry(self, store: KVStore) -> None:
-        store.put(example_key(1), example_chunk(1))
-        store.put(example_key(2), example_chunk(2))
-        assert store.discard(example_key(1))
-        assert not store.discard(example_key(1))
-        assert isinstance(store.get(example_key(1)), Miss)
-        assert_same(store.get(example_key(2)), self._expected(store, 2))
-
-    def test_an_address_may_be_given_instead_of_a_key(self, store: KVStore) -> None:
+    def test_discard_removes_one_entry_by_its_key_or_address(self, store: KVStore) -> None:
         address = store.address(example_key())
-        assert address not in store
-        store.put(example_key(), example_chunk())
-        assert address in store
-        assert store.discard(address)
-        assert example_key() not in store
-        assert not store.discard(address)
+        for entry in (example_key(), address):
+            for number in range(2):
+                store.put(example_key(number), example_chunk(number))
+            assert address in store
+            assert store.discard(entry)
+            assert not store.discard(entry)
+            assert address not in store
+            assert isinstance(store.get(example_key()), Miss)
+            assert_same(store.get(example_key(1)), self._expected(store, 1))
 
     def test_a_damaged_entry_is_counted_and_can_be_put_again(self, store: KVStore) -> None:
         store.put(example_key(), example_chunk())
@@ -254,6 +219,7 @@ class KVStoreTests:
         store.get(example_key())
         store.get(example_key(1))
         stats = store.stats()
+        assert store.address(example_key()) in store.tiers[-1]
         assert sum(s.hits for s in stats) == 1
         assert stats[-1].misses == 1
         assert 0 < stats[-1].size_bytes <= (stats[-1].limit_bytes or 1 << 40)
@@ -264,11 +230,6 @@ class KVStoreTests:
         assert all(isinstance(tier, KVStore) for tier in store.tiers)
         assert store.limit_bytes == store.stats()[-1].limit_bytes
         assert [(h.ok, h.problems) for h in health] == [(True, ())] * len(health)
-
-    def test_after_flush_the_farthest_tier_has_every_chunk(self, store: KVStore) -> None:
-        store.put(example_key(), example_chunk())
-        store.flush()
-        assert store.address(example_key()) in store.tiers[-1]
 
     def test_threads_may_share_it(self, store: KVStore) -> None:
         expected = [self._expected(store, number).blocks["value.2"] for number in range(5)]
@@ -288,16 +249,14 @@ class KVStoreTests:
         assert len(list(store.entries())) == 5
 
     def test_threads_may_remove_what_others_use(self, store: KVStore) -> None:
-        expected = self._expected(store)
+        expected = self._expected(store).blocks["key.1"]
         wrong: list[object] = []
 
         def use() -> None:
             for _ in range(15):
                 store.put(example_key(), example_chunk())
                 chunk = store.get(example_key())
-                if not isinstance(chunk, Miss) and not torch.equal(
-                    chunk.blocks["key.1"].cpu(), expected.blocks["key.1"]
-                ):
+                if isinstance(chunk, ChunkKV) and not torch.equal(chunk.blocks["key.1"].cpu(), expected):
                     wrong.append(chunk)
 
         def remove() -> None:
@@ -321,8 +280,8 @@ class KVStoreTests:
             assert_same(entered.get(example_key()), self._expected(store))
 
     @staticmethod
-    def _chunk(store: KVStore) -> ChunkKV:
-        chunk = store.get(example_key())
+    def _chunk(store: KVStore, number: int = 0) -> ChunkKV:
+        chunk = store.get(example_key(number))
         assert isinstance(chunk, ChunkKV), f"expected a chunk, got {chunk}"
         return chunk
 

@@ -289,25 +289,6 @@ def test_another_tenants_documents_never_stand_before_ones_own(
     assert clean == [attacker == "another tenant"] * len(methods)
 
 
-def test_documents_with_different_tags_never_stand_before_one_another(llama: LanguageModel) -> None:
-    """A tag says who may read, not who wrote: it does not keep away what everybody may read."""
-    tags = {"v": "board", "o": "board", "a": "visitors"}
-    for tag, separate in ((tags, True), ({**tags, "a": None}, False)):
-        engine, alone = make_engine(llama, MemoryStore()), make_engine(llama, MemoryStore())
-        engine.warm(
-            [ATTACK, VICTIM, OTHER],
-            sources=["a", "v", "o"],
-            bases=(ENRICHED,),
-            neighbours=[[1], [0, 2], [0, 1]],
-            access=tag,
-            batch_tokens=1,
-        )
-        warm_without_attacker(alone, (ENRICHED,))
-        assert same(victim_under(engine, ENRICHED), victim_under(alone, ENRICHED)) == separate
-        captured = capture(engine, [[ATTACK, VICTIM]]).captured
-        assert captured == (0 if separate else 1)
-
-
 @pytest.mark.slow
 def test_the_command_line_enriches_a_tenants_passages_by_its_own_alone(
     run: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from qcfuse_rag import (
 )
 from qcfuse_rag.errors import InvalidTemplate, PromptTooLong, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.entry.codec import MappedFile, open_header
+from qcfuse_rag.store.entry.codec import MappedFile, StoredBlocks, open_chunk
 from qcfuse_rag.store.key import BLIND, FRAMED, Base
 from tests.support import references, seams
 from tests.support.cases import cases
@@ -196,10 +196,10 @@ def test_a_disk_that_fails_costs_time_and_nothing_else(
 
 def damage(path: Path, block: str) -> None:
     """Flip one bit in a block of an entry."""
-    header, _ = open_header(MappedFile(path))
-    [offset] = [described.offset for described in header.blocks if described.name == block]
+    blocks = open_chunk(MappedFile(path))[1].blocks
+    assert isinstance(blocks, StoredBlocks)
     data = bytearray(path.read_bytes())
-    data[header.start + offset] ^= 1
+    data[blocks.start + blocks.ranges[block].offset] ^= 1
     path.write_bytes(data)
 
 

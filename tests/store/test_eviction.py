@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from qcfuse_rag import MemoryStore
+from qcfuse_rag import DiskStore, KVStore, MemoryStore
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import (
     HALF_LIFE_S,
@@ -19,10 +22,10 @@ from qcfuse_rag.store.backends.base import (
     least_frequently_used,
     least_saving,
 )
-from qcfuse_rag.store.testing import example_chunk, example_key
+from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from tests.store.disk.folders import ENTRY, KEY, later, present, put
 
 WEEK = HALF_LIFE_S
-SIZE = example_chunk().nbytes
 
 
 def usage(size_bytes: int = 1000, saved_ms: float = 10.0, uses: float = 1.0, used: float = 0.0) -> EntryUsage:
@@ -38,17 +41,11 @@ usages = st.builds(
 )
 
 
-def test_a_use_a_week_ago_counts_half() -> None:
+def test_uses_a_week_ago_count_half_and_no_clock_makes_them_count_more() -> None:
     assert least_frequently_used(usage(uses=2.0, used=0.0)) == least_frequently_used(usage(uses=1.0, used=WEEK))
     assert least_frequently_used(usage(uses=2.0, used=0.0)) < least_frequently_used(usage(uses=1.01, used=WEEK))
-
-
-def test_uses_are_added_to_what_is_left_of_older_ones() -> None:
     assert usage(uses=4.0, used=0.0).after_uses(WEEK) == usage(uses=3.0, used=WEEK)
     assert usage(uses=4.0, used=0.0).after_uses(2 * WEEK, 5) == usage(uses=6.0, used=2 * WEEK)
-
-
-def test_a_clock_that_was_put_back_makes_nothing_worth_more() -> None:
     assert usage(uses=4.0, used=WEEK).after_uses(0.0) == usage(uses=5.0, used=WEEK)
 
 
@@ -84,64 +81,70 @@ def test_a_policy_that_does_not_exist_is_refused_by_name() -> None:
         eviction_policy("fifo")
 
 
-# In memory; on disk the same policies are at work, see tests/store/disk.
+# Stores; what only one on disk does is in tests/store/disk.
 
 
-def test_memory_never_holds_more_than_its_limit() -> None:
-    store = MemoryStore(limit_bytes=3 * SIZE)
-    for number in range(5):
-        store.put(example_key(number), example_chunk(number))
-        assert store.stats()[0].size_bytes <= 3 * SIZE
-    assert [example_key(number) in store for number in range(5)] == [False, False, True, True, True]
-    assert store.stats()[0].evicted == 2
+@pytest.fixture(params=["memory", "disk"])
+def room_for(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., KVStore]:
+    """Give a function that opens a store, in memory or on disk, with room for so many entries."""
+
+    def opened(entries: float, **options: object) -> KVStore:
+        if request.param == "memory":
+            return MemoryStore(int(entries * example_chunk().nbytes), **options)  # type: ignore[arg-type]
+        return DiskStore(tmp_path, int(entries * ENTRY), **options)  # type: ignore[arg-type]
+
+    return opened
 
 
-def test_memory_forgets_the_least_recently_used() -> None:
-    store = MemoryStore(limit_bytes=2 * SIZE)
-    store.put(example_key(0), example_chunk(0))
-    store.put(example_key(1), example_chunk(1))
-    store.get(example_key(0))
-    store.put(example_key(2), example_chunk(2))
-    assert [example_key(number) in store for number in range(3)] == [True, False, True]
+def test_the_least_recently_used_goes_first(room_for: Callable[..., KVStore]) -> None:
+    with room_for(3, eviction="lru") as store:
+        put(store, 0, 1, 2)
+        store.get(KEY)
+        put(store, 3, 4)
+        assert present(store, 5) == [True, False, False, True, True]
+        [stats] = store.stats()
+        assert (stats.entries, stats.evicted) == (3, 2)
+        assert stats.size_bytes <= (stats.limit_bytes or 0)
 
 
-def test_memory_keeps_the_small_and_dear_before_the_large_and_cheap() -> None:
-    store = MemoryStore(limit_bytes=7 * SIZE, eviction="cost")
-    store.put(example_key(0), example_chunk(0), saved_ms=5000.0)
-    store.put(example_key(1), example_chunk(1, n_tokens=20), saved_ms=50.0)
-    store.put(example_key(2), example_chunk(2, n_tokens=20), saved_ms=60.0)
-    assert [example_key(number) in store for number in range(3)] == [True, False, True]
+def test_the_dear_stays_before_the_cheap(room_for: Callable[..., KVStore]) -> None:
+    with room_for(2, eviction="cost") as store:
+        for number, saved_ms in enumerate((5000.0, 10.0, 20.0)):
+            put(store, number, saved_ms=saved_ms)
+        assert present(store, 3) == [True, False, True]
 
 
-def test_memory_does_not_forget_what_is_pinned() -> None:
-    store = MemoryStore(limit_bytes=2 * SIZE)
-    for number in range(4):
-        store.put(example_key(number), example_chunk(number))
-        store.pin(example_key(0))
-    assert example_key(0) in store
-    assert [entry.pinned for entry in store.entries()] == [True, False]
-    store.pin(example_key(0), pinned=False)
-    store.put(example_key(4), example_chunk(4))
-    assert example_key(0) not in store
+def test_what_is_pinned_is_not_evicted_before_it_is_unpinned(room_for: Callable[..., KVStore]) -> None:
+    with room_for(2, eviction="lru") as store:
+        for number in range(4):
+            put(store, number)
+            assert store.pin(KEY)
+        assert_same(store.get(KEY), example_chunk())
+        assert [entry.address for entry in store.entries() if entry.pinned] == [KEY.address]
+        store.pin(KEY, pinned=False)
+        put(store, 4, 5)
+        assert present(store, 6) == [False] * 4 + [True] * 2
 
 
-def test_a_chunk_for_which_there_can_be_no_room_is_an_error_that_says_why() -> None:
-    with pytest.raises(StoreError, match=r"does not fit a memory store of 10 bytes$"):
-        MemoryStore(limit_bytes=10).put(example_key(), example_chunk())
-    store = MemoryStore(limit_bytes=2 * SIZE)
-    for number in range(2):
-        store.put(example_key(number), example_chunk(number))
-        store.pin(example_key(number))
-    with pytest.raises(StoreError, match=f"of which {2 * SIZE:,} are pinned"):
-        store.put(example_key(2), example_chunk(2))
-    assert [example_key(number) in store for number in range(2)] == [True, True]
+def test_a_chunk_for_which_there_can_be_no_room_is_an_error_that_says_why(room_for: Callable[..., KVStore]) -> None:
+    with room_for(2) as store:
+        put(store, 0)
+        with pytest.raises(StoreError, match=r"a chunk of [\d,]+ bytes does not fit a .*store of [\d,]+ bytes$"):
+            store.put(example_key(1), example_chunk(1, n_tokens=500))
+        put(store, 1)
+        for number in range(2):
+            store.pin(example_key(number))
+        with pytest.raises(StoreError, match=f"does not fit .* of which {store.stats()[0].size_bytes:,} are pinned"):
+            put(store, 2)
+        assert present(store, 3) == [True, True, False]
 
 
-def test_memory_with_a_time_to_live_gives_nothing_older(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore(ttl_s=60.0)
-    store.put(example_key(), example_chunk())
-    [entry] = store.entries()
-    assert not isinstance(store.get(example_key()), Miss)
-    monkeypatch.setattr("time.time", lambda: entry.expires)
-    assert store.get(example_key()) == Miss("expired")
-    assert example_key() not in store
+def test_a_time_to_live_ends_an_entry(room_for: Callable[..., KVStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    with room_for(2, ttl_s=60.0) as store:
+        put(store, 0)
+        store.put(example_key(1), example_chunk(1).with_expiry(time.time() + 3600.0))  # its own counts
+        assert_same(store.get(KEY), example_chunk())
+        later(monkeypatch, 61.0)
+        assert store.get(KEY) == Miss("expired")
+        assert present(store, 2) == [False, True]
+        assert store.stats()[0].entries == 1

@@ -32,6 +32,8 @@ CHANNEL, TOKEN = 0, 2
 ROUNDING = 1 + 1e-5
 """Scales and products are float32 numbers themselves."""
 
+TINY = 2.0**-100
+
 
 def allowed(original: torch.Tensor, scale: torch.Tensor, kv_dtype: str) -> torch.Tensor:
     """Return how far a number may be off: half a step."""
@@ -41,25 +43,22 @@ def allowed(original: torch.Tensor, scale: torch.Tensor, kv_dtype: str) -> torch
     return torch.maximum(original.abs() / 16, scale * 2.0**-10) * ROUNDING
 
 
-def errors(original: torch.Tensor, kv_dtype: str, over: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how far each number is off after having been written, and how far it may be."""
-    quantized, scale = quantize(original, kv_dtype, over=over)
-    dequantized = dequantize(quantized, scale, torch.float32)
-    return (dequantized - original).abs(), allowed(original, scale, kv_dtype)
-
-
-def tensors(smallest: float = 0.0) -> st.SearchStrategy[torch.Tensor]:
+def tensors() -> st.SearchStrategy[torch.Tensor]:
     """Tokens of any numbers: of any size, zeros, and such as are below the smallest normal one."""
     shapes = st.tuples(st.integers(1, 8), st.integers(1, 2), st.integers(1, 5))
-    sizes = st.floats(smallest, 2.0**127, width=32) | st.floats(-(2.0**127), -smallest, width=32)
+    sizes = st.floats(-(2.0**127), 2.0**127, width=32)
     return shapes.flatmap(lambda shape: arrays(np.float32, shape, elements=sizes)).map(torch.from_numpy)
 
 
 @given(original=tensors(), kv_dtype=st.sampled_from(list(ONE_BYTE_FORMATS)), over=st.sampled_from([CHANNEL, TOKEN]))
 @settings(max_examples=150, deadline=None)
 def test_no_number_is_off_by_more_than_half_a_step(original: torch.Tensor, kv_dtype: str, over: int) -> None:
-    off, bound = errors(original, kv_dtype, over)
-    assert (off <= bound).all()
+    """None grows beyond the largest, either, and none changes its sign unless it is next to nothing."""
+    quantized, scale = quantize(original, kv_dtype, over=over)
+    dequantized = dequantize(quantized, scale, torch.float32)
+    assert ((dequantized - original).abs() <= allowed(original, scale, kv_dtype)).all()
+    assert (dequantized.abs() <= original.abs().amax(over, keepdim=True) * ROUNDING + TINY).all()
+    assert (dequantized * original.sign() >= -TINY).all()
 
 
 @pytest.mark.parametrize("over", [CHANNEL, TOKEN])
@@ -96,14 +95,6 @@ def test_a_passage_takes_a_byte_a_number_and_little_more(kv_dtype: str, dtype: t
 
 
 @pytest.mark.parametrize("kv_dtype", ONE_BYTE_FORMATS)
-def test_a_store_keeps_quantized_chunks_and_quantizes_the_others(kv_dtype: str) -> None:
-    quantized = to_format(example_chunk(), "int8")
-    assert to_store_format(quantized, kv_dtype) is quantized
-    assert to_store_format(quantized, LOSSLESS) is quantized
-    assert_same(to_store_format(example_chunk(), kv_dtype), to_format(example_chunk(), kv_dtype))
-
-
-@pytest.mark.parametrize("kv_dtype", ONE_BYTE_FORMATS)
 def test_the_way_back_gives_the_models_dtype_without_what_was_lost(kv_dtype: str) -> None:
     chunk = to_format(example_chunk(dtype=torch.float16), kv_dtype)
     back = to_format(chunk, LOSSLESS)
@@ -120,35 +111,19 @@ def test_a_format_that_does_not_exist_is_refused_by_name() -> None:
 # Low rank: products of two thin factors, for differences.
 
 
-def of_rank(rank: int, n_tokens: int, heads: int, dim: int) -> torch.Tensor:
-    return (torch.randn(n_tokens, rank) @ torch.randn(rank, heads * dim)).reshape(n_tokens, heads, dim)
-
-
-@pytest.mark.parametrize(("n_tokens", "dim"), [(50, 8), (5, 8), (50, 30), (1, 4)], ids=str)
-def test_what_is_of_low_rank_comes_back(n_tokens: int, dim: int) -> None:
-    original = of_rank(4, n_tokens, 2, dim)
-    left, right = factorize(original, "rank4")
-    rank = min(4, n_tokens)
-    assert (left.shape, right.shape) == ((n_tokens, rank), (rank, 2, dim))
-    assert torch.allclose(multiply_factors(left, right, torch.float32), original, atol=1e-4)
-
-
-@pytest.mark.parametrize("shape", [(60, 2, 20), (30, 3, 40)], ids=str)
+@pytest.mark.parametrize("shape", [(60, 2, 20), (30, 3, 40), (3, 2, 8)], ids=str)
 @pytest.mark.parametrize("kv_dtype", RANKS)
 def test_nothing_of_its_rank_is_nearer(shape: tuple[int, int, int], kv_dtype: str) -> None:
     """Eckart and Young: what is left is what the singular values left out say, which numpy computes by itself."""
     original = torch.randn(shape)
-    off = multiply_factors(*factorize(original, kv_dtype), torch.float32) - original
+    left, right = factorize(original, kv_dtype)
+    rank = min(RANKS[kv_dtype], shape[0])
+    assert (left.shape, right.shape) == ((shape[0], rank), (rank, *shape[1:]))
+    off = multiply_factors(left, right, torch.float32) - original
     singular = np.linalg.svd(original.reshape(shape[0], -1).numpy().astype(np.float64), compute_uv=False)
-    assert float(off.norm()) == pytest.approx(
-        float(np.sqrt((singular[RANKS[kv_dtype] :] ** 2).sum())), rel=1e-4, abs=1e-3
-    )
-
-
-def test_a_full_rank_loses_nothing_and_zeros_stay_zeros() -> None:
-    original = torch.randn(10, 2, 8)
-    assert torch.allclose(multiply_factors(*factorize(original, "rank64"), torch.float32), original, atol=1e-5)
-    assert multiply_factors(*factorize(torch.zeros(10, 2, 8), "rank4"), torch.float32).abs().max() == 0.0
+    left_out = float(np.sqrt((singular[rank:] ** 2).sum()))
+    assert float(off.norm()) == pytest.approx(left_out, rel=1e-4, abs=1e-3)
+    assert multiply_factors(*factorize(torch.zeros(shape), kv_dtype), torch.float32).abs().max() == 0.0
 
 
 def test_the_same_difference_is_the_same_bytes() -> None:
@@ -171,13 +146,13 @@ def test_layers_of_low_rank_come_back_in_the_models_dtype_and_in_ranges(dtype: t
             assert torch.allclose(part.float(), whole[:, 127:140].float(), atol=4 * torch.finfo(dtype).eps)
 
 
-def test_no_store_writes_caches_in_low_rank_or_quantizes_a_patch() -> None:
+def test_a_store_converts_lossless_chunks_only_and_none_to_low_rank() -> None:
     with pytest.raises(ValueError, match="no kv_dtype 'rank32'; there are model, int8, fp8"):
         check_kv_dtype("rank32")
-    patch = example_patch()
     for kv_dtype in STORE_FORMATS:
-        assert to_store_format(patch, kv_dtype) is patch
-        assert to_store_format(example_chunk(), kv_dtype).kv_dtype == kv_dtype
+        for written in (to_format(example_chunk(), "int8"), example_patch()):
+            assert to_store_format(written, kv_dtype) is written
+        assert_same(to_store_format(example_chunk(), kv_dtype), to_format(example_chunk(), kv_dtype))
     assert check_rank(32) == "rank32"
     with pytest.raises(ValueError, match="no format of rank 5; there are 4, 8, 16, 32, 64"):
         check_rank(5)
@@ -199,12 +174,3 @@ def test_how_many_bytes_an_entry_takes_is_known_before(kv_dtype: str, n_tokens: 
     chunk = to_format(ChunkKV.of(keys, values, torch.arange(n_tokens).expand(3, n_tokens)), kv_dtype)
     actual = len(b"".join(encode(example_key(), chunk)))
     assert abs(entry_bytes([shape] * 3, torch.float32, kv_dtype, n_tokens) - actual) <= 8192
-
-
-@given(original=tensors(smallest=2.0**-100), kv_dtype=st.sampled_from(list(ONE_BYTE_FORMATS)))
-@settings(max_examples=50, deadline=None)
-def test_no_number_changes_its_sign_and_none_grows_beyond_the_largest(original: torch.Tensor, kv_dtype: str) -> None:
-    quantized, scale = quantize(original, kv_dtype, over=CHANNEL)
-    dequantized = dequantize(quantized, scale, torch.float32)
-    assert (dequantized * original.sign() >= 0).all()
-    assert (dequantized.abs() <= original.abs().amax(CHANNEL, keepdim=True) * ROUNDING).all()

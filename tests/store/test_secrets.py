@@ -6,11 +6,10 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from qcfuse_rag import DiskStore, FusionEngine, open_store
+from qcfuse_rag import DiskStore, open_store
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import KVStore, Miss
@@ -27,29 +26,16 @@ SECRET = b"sixteen or more random bytes"
 NEW = 7
 """Number of the chunk that tests put; the chunks 0 and 1 are in the store before."""
 
-MEMORY_ONLY = {"memory_bytes": 1}
-"""So that every chunk is read from the folder."""
 
-
-@pytest.fixture(params=["argument", "argument and demand", "environment", "tenant", "engine", "cipher"])
+@pytest.fixture(params=["argument", "environment", "tenant", "cipher"])
 def open_with_secret(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], KVStore]:
     """Give each of the ways in which Python opens a store with a secret."""
-
-    def load(folder: Path) -> KVStore:
-        lm = SimpleNamespace()
-        monkeypatch.setattr("qcfuse_rag.engine.engine.LanguageModel.load", lambda *_, **__: lm)
-        monkeypatch.setattr("qcfuse_rag.engine.engine.require_verdict", lambda *_: None)
-        monkeypatch.setattr(FusionEngine, "__init__", lambda engine, lm, store, **_: setattr(engine, "store", store))
-        return FusionEngine.load("M", store=str(folder), check=False, compiled=False, verdict="ignore").store
-
-    if request.param in ("environment", "engine"):
+    if request.param == "environment":
         monkeypatch.setenv("QCFUSE_SECRET", SECRET.decode())
     ways: dict[str, Callable[[Path], KVStore]] = {
-        "argument": lambda folder: open_store(folder, secret=SECRET, **MEMORY_ONLY),
-        "argument and demand": lambda folder: open_store(folder, secret=SECRET, encrypt=True, **MEMORY_ONLY),
-        "environment": lambda folder: open_store(folder, **MEMORY_ONLY),
-        "tenant": lambda folder: open_store(folder, secret=SECRET, tenant="acme", **MEMORY_ONLY),
-        "engine": load,
+        "argument": lambda folder: open_store(folder, secret=SECRET, memory_bytes=1),
+        "environment": lambda folder: open_store(folder, memory_bytes=1),
+        "tenant": lambda folder: open_store(folder, secret=SECRET, tenant="acme", memory_bytes=1),
         "cipher": lambda folder: DiskStore(folder, cipher=StoreCipher(SECRET)),
     }
     return ways[request.param]
@@ -122,29 +108,29 @@ def test_a_new_store_made_with_a_secret_is_encrypted(
     assert in_the_clear(tmp_path, NEW) == []
 
 
-def test_a_plain_store_and_a_secret_are_one_error_that_names_the_fix(
-    tmp_path: Path, open_with_secret: Callable[[Path], KVStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with DiskStore(tmp_path) as store:
-        store.put(example_key(), example_chunk())
-    with pytest.raises(StoreError, match=r"not encrypted and a secret was given; .*unset QCFUSE_SECRET"):
-        open_with_secret(tmp_path)
-    monkeypatch.delenv("QCFUSE_SECRET", raising=False)
-    with open_store(tmp_path, memory_bytes=1) as plain:
-        assert_same(plain.get(example_key()), example_chunk())
-
-
 @pytest.mark.parametrize("settings", ["kept", "lost"])
-def test_an_encrypted_store_without_a_secret_is_an_error(tmp_path: Path, settings: str) -> None:
-    with open_store(tmp_path, secret=SECRET, memory_bytes=1) as store:
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        (SECRET, None, r"encrypted and no secret was given; .*set QCFUSE_SECRET"),
+        (SECRET, SECRET[::-1], "encrypted under another secret"),
+        (None, SECRET, r"not encrypted and a secret was given; .*unset QCFUSE_SECRET"),
+    ],
+)
+def test_a_wrong_secret_is_one_error_that_names_the_fix(
+    tmp_path: Path, right: bytes | None, wrong: bytes | None, message: str, settings: str
+) -> None:
+    with open_store(tmp_path, secret=right, memory_bytes=1) as store:
         store.put(example_key(), example_chunk())
     if settings == "lost":
         (tmp_path / "store.json").unlink()
-    with pytest.raises(StoreError, match=r"encrypted and no secret was given; .*set QCFUSE_SECRET"):
-        open_store(tmp_path)
-    with open_store(tmp_path, secret=SECRET, memory_bytes=1) as store:
+    with pytest.raises(StoreError, match=message):
+        open_store(tmp_path, secret=wrong)
+    with open_store(tmp_path, secret=right, memory_bytes=1) as store:
         assert_kept(store.get(example_key()))
-    assert json.loads((tmp_path / "store.json").read_text())["secret"] == StoreCipher(SECRET).proof
+    kept = (tmp_path / "store.json").read_text()
+    assert json.loads(kept)["secret"] == (right and StoreCipher(right).proof)
+    assert SECRET.hex() not in kept
 
 
 def test_a_remote_with_a_secret_neither_reads_nor_writes_plain_entries(tmp_path: Path) -> None:

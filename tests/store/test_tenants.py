@@ -1,4 +1,4 @@
-"""Tenants of one store: nobody reads, detects or removes another's entries."""
+"""Tenants of one store: nobody reads, detects or removes another's entries; see also `tests/conformance`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from qcfuse_rag.store.backends.tiered import TieredStore
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.quantization import LOSSLESS
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from tests.store.disk.folders import KEY, SECRET, put
 from tests.store.test_tiered_store import PATIENCE_S, Watched
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES
-
-SECRET = bytes(range(32))
-KEY = example_key()
 
 
 @pytest.fixture
@@ -41,22 +39,47 @@ def bob(shared: DiskStore) -> TenantStore:
     return TenantStore(shared, "bob", SECRET)
 
 
-def test_equal_passages_of_two_tenants_are_two_entries(shared: DiskStore, alice: TenantStore, bob: TenantStore) -> None:
-    alice.put(KEY, example_chunk(1))
+def test_a_tenant_sees_counts_and_removes_its_own_entries_only(
+    shared: DiskStore, alice: TenantStore, bob: TenantStore
+) -> None:
+    put(alice, 0, 1, 2)
     assert bob.get(KEY) == Miss("absent")
     assert KEY not in bob
-    bob.put(KEY, example_chunk(2))
-    assert_same(alice.get(KEY), example_chunk(1))
-    assert_same(bob.get(KEY), example_chunk(2))
-    assert shared.stats()[0].entries == 2
+    bob.put(KEY, example_chunk(9))
+    shared.put(KEY, example_chunk(8))  # nobody's
+    assert_same(alice.get(KEY), example_chunk())
+    assert_same(bob.get(KEY), example_chunk(9))
+    assert {entry.address for entry in alice.entries()} == {alice.address(example_key(n)) for n in range(3)}
+    assert [store.stats()[-1].entries for store in (alice, bob, shared)] == [3, 1, 5]
+    assert bob.stats()[-1].size_bytes == next(bob.entries()).size_bytes
+    assert lookup(alice, [bob.address(KEY)]) == {bob.address(KEY): None}
+    assert lookup(bob, [KEY]) == {bob.address(KEY): "disk"}
+    assert alice.discard(KEY)
+    assert alice.clear() == 2
+    assert list(alice.entries()) == []
+    assert_same(bob.get(KEY), example_chunk(9))
+    assert_same(shared.get(KEY), example_chunk(8))
 
 
-def test_a_tenant_has_nothing_to_do_with_what_is_nobodys(shared: DiskStore, alice: TenantStore) -> None:
+def test_anothers_address_and_a_key_that_names_another_mean_nothing(
+    shared: DiskStore, alice: TenantStore, bob: TenantStore
+) -> None:
+    alice.put(KEY, example_chunk())
     shared.put(KEY, example_chunk())
-    assert alice.get(KEY) == Miss("absent")
-    assert alice.open(KEY.address) == Miss("absent")
-    assert not alice.discard(KEY.address)
-    assert alice.clear() == 0
+    for address in (alice.address(KEY), KEY.address):
+        assert bob.open(address) == Miss("absent")
+        assert address not in bob
+        assert not bob.pin(address)
+        assert not bob.discard(address)
+        assert not bob.discard(address, "looks odd")
+    found = alice.open(alice.address(KEY))
+    assert not isinstance(found, Miss)
+    stolen = found[0]
+    assert stolen.namespace != ""
+    assert bob.get(stolen) == Miss("absent")
+    assert not bob.discard(stolen)
+    bob.put(stolen, example_chunk(9))
+    assert_same(alice.get(KEY), example_chunk())
     assert KEY in shared
 
 
@@ -68,76 +91,21 @@ def test_addresses_cannot_be_made_without_the_secret(shared: DiskStore, alice: T
     assert not any(alice.address(KEY)[17:] == address[-32:] for address in guessed)
 
 
-def test_who_claims_to_be_another_is_still_oneself(alice: TenantStore, bob: TenantStore) -> None:
-    """A namespace in a key that came with a request means nothing."""
-    alice.put(KEY, example_chunk())
-    found = alice.open(alice.address(KEY))
-    assert not isinstance(found, Miss)
-    stolen = found[0]
-    assert stolen.namespace != ""
-    assert bob.get(stolen) == Miss("absent")
-    assert not bob.discard(stolen)
-    bob.put(stolen, example_chunk(9))
-    assert_same(alice.get(KEY), example_chunk())
-
-
-def test_another_ones_address_opens_nothing(alice: TenantStore, bob: TenantStore) -> None:
-    alice.put(KEY, example_chunk())
-    address = alice.address(KEY)
-    assert bob.open(address) == Miss("absent")
-    assert address not in bob
-    assert not bob.pin(address)
-    assert not bob.discard(address)
-    assert not bob.discard(address, "looks odd")
-    assert_same(alice.get(KEY), example_chunk())
-
-
-def test_a_tenant_sees_its_own_entries_only(shared: DiskStore, alice: TenantStore, bob: TenantStore) -> None:
-    for number in range(3):
-        alice.put(example_key(number), example_chunk(number))
-    bob.put(KEY, example_chunk())
-    assert {entry.address for entry in alice.entries()} == {alice.address(example_key(n)) for n in range(3)}
-    assert [entry.address for entry in bob.entries()] == [bob.address(KEY)]
-    assert [store.stats()[-1].entries for store in (alice, bob, shared)] == [3, 1, 4]
-    assert bob.stats()[-1].size_bytes == next(bob.entries()).size_bytes
-
-
-def test_a_tenant_removes_its_own_entries_only(alice: TenantStore, bob: TenantStore) -> None:
-    for number in range(3):
-        alice.put(example_key(number), example_chunk(number))
-    bob.put(KEY, example_chunk())
-    assert alice.discard(KEY)
-    assert alice.clear() == 2
-    assert list(alice.entries()) == []
-    assert_same(bob.get(KEY), example_chunk())
-
-
 def test_tenants_are_kept_apart_in_every_tier() -> None:
-    with TieredStore(MemoryStore(), MemoryStore(), write_behind_bytes=1 << 20) as shared:
+    near = Watched()
+    with TieredStore(near, MemoryStore(), write_behind_bytes=1 << 20) as shared:
         alice, bob = (TenantStore(shared, name, SECRET) for name in ("alice", "bob"))
-        alice.put(KEY, example_chunk(1))
-        assert bob.get(KEY) == Miss("absent")
-        bob.put(KEY, example_chunk(2))
+        for number, store in enumerate((alice, bob, shared)):
+            store.put(KEY, example_chunk(number))
         bob.flush()
         assert bob.clear() == 1
         assert [alice.address(KEY) in tier for tier in shared.tiers] == [True, True]
-        assert_same(alice.get(KEY), example_chunk(1))
-
-
-def test_prefetch_brings_a_tenants_own_entry_near() -> None:
-    near = Watched()
-    with TieredStore(near, MemoryStore()) as shared:
-        alice = TenantStore(shared, "alice", SECRET)
-        for store in (shared.far, TenantStore(shared.far, "alice", SECRET)):
-            store.put(KEY, example_chunk())
+        near.clear()
+        near.was_put.clear()
         alice.prefetch([KEY])
         assert near.was_put.wait(PATIENCE_S)
         assert [entry.address for entry in near.entries()] == [alice.address(KEY)]
-
-
-def test_a_tenant_needs_a_secret(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"a tenant needs a secret; .* QCFUSE_TENANT_SECRET"):
-        open_store(tmp_path, tenant="alice")
+        assert_same(alice.get(KEY), example_chunk())
 
 
 def test_a_tenant_of_an_encrypted_store(tmp_path: Path) -> None:
@@ -163,14 +131,8 @@ def test_closing_a_view_leaves_a_shared_store_open(shared: DiskStore, alice: Ten
     assert shared.stats()[0].entries == 1
 
 
-def test_a_tenant_is_not_told_where_anothers_entry_is(alice: TenantStore, bob: TenantStore) -> None:
-    bob.put(KEY, example_chunk())
-    assert lookup(alice, [bob.address(KEY)]) == {bob.address(KEY): None}
-    assert lookup(bob, [KEY]) == {bob.address(KEY): "disk"}
-
-
 def test_a_tenant_does_not_count_what_others_have_or_restrict(
-    shared: DiskStore, alice: TenantStore, bob: TenantStore, llama: LanguageModel
+    alice: TenantStore, bob: TenantStore, llama: LanguageModel
 ) -> None:
     first, other = make_engine(llama, alice), make_engine(llama, bob)
     first.warm(PASSAGES[:1], sources=["a"])
@@ -179,7 +141,9 @@ def test_a_tenant_does_not_count_what_others_have_or_restrict(
     assert (first.corpus.open_sources().has_restricted(), other.corpus.open_sources().has_restricted()) == (False, True)
 
 
-def test_no_tenant_has_the_name_that_proves_a_secret(shared: DiskStore) -> None:
+def test_a_tenant_needs_a_secret_and_not_the_name_that_proves_one(shared: DiskStore, tmp_path: Path) -> None:
     """Its token would be what lies in the clear beside an encrypted store."""
+    with pytest.raises(StoreError, match=r"a tenant needs a secret; .* QCFUSE_TENANT_SECRET"):
+        open_store(tmp_path / "new", tenant="alice")
     with pytest.raises(StoreError, match="no tenant can be called 'qcfuse-rag proof'"):
         TenantStore(shared, "qcfuse-rag proof", SECRET)

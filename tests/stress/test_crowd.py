@@ -14,15 +14,14 @@ import pytest
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.store.admin import fsck
-from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.testing import example_key
 from tests.stress.campaign import Tally, sized
-from tests.stress.content import LARGEST_BYTES, chunk_of, files_of, wrong_bytes
+from tests.stress.content import LARGEST_BYTES, chunk_of, files_of
 from tests.stress.processes import Counters, fork, wait
+from tests.stress.victim import step
 
 PROCESSES, THREADS = 4, 8
 NUMBERS = 40
-PINNABLE = 4
 LIMIT_BYTES = 2_500_000
 
 
@@ -59,28 +58,22 @@ class Worker:
 
     def operate(self, operation: str, number: int, slot: int) -> None:
         """Do one operation on a chunk."""
-        key, store = example_key(number), self.store
-        if operation == "put":
-            store.put(key, chunk_of(number))
-        elif operation == "get":
-            self._read(store, number, slot)
-        elif operation == "discard":
-            store.discard(key)
-        elif operation == "quarantine":
-            store.discard(key, reason="to see what happens")
-        elif operation == "pin":
-            store.pin(example_key(number % PINNABLE), pinned=number % 2 == 0)
-        elif operation == "look":
-            assert store.stats()[0].size_bytes <= LIMIT_BYTES
-            assert isinstance(key in store, bool)  # either may be true, and not for long
-            assert all(entry.size_bytes <= LARGEST_BYTES for entry in store.entries())
-        elif operation == "fsck":
-            report = fsck(store)
-            assert not report.damaged, report
-        else:
+        if operation == "look":
+            assert self.store.stats()[0].size_bytes <= LIMIT_BYTES
+            assert isinstance(example_key(number) in self.store, bool)  # either may be true, and not for long
+            assert all(entry.size_bytes <= LARGEST_BYTES for entry in self.store.entries())
+        elif operation == "reopen":
             with DiskStore(self._folder) as another:
                 assert another.quota is not None, another.health()
-                self._read(another, number, slot)
+                self._step(another, "get", number, slot)
+        else:
+            self._step(self.store, operation, number, slot)
+
+    def _step(self, store: DiskStore, operation: str, number: int, slot: int) -> None:
+        wrong = step(store, operation, number)
+        if wrong is not None:
+            self.count(slot, "read")
+            self.count(slot, "wrong", wrong)
 
     def count(self, slot: int, what: str, count: int = 1) -> None:
         """Count something in the row of a thread."""
@@ -96,14 +89,6 @@ class Worker:
             except Exception:
                 os.write(self._log, f"{operation}: {traceback.format_exc()}\0".encode())
             self.count(slot, operation)
-
-    def _read(self, store: DiskStore, number: int, slot: int) -> None:
-        found = store.get(example_key(number))
-        if isinstance(found, Miss):
-            assert found.reason == "absent", found.reason
-        else:
-            self.count(slot, "read")
-            self.count(slot, "wrong", wrong_bytes(found, chunk_of(number)))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.stress.content import chunk_of, wrong_bytes
 from tests.stress.processes import Counters, fork, kill
 from tests.support.engines import make_engine
 
-NUMBERS = 24
+NUMBERS, PINNABLE = 24, 4
 DOINGS = ("starting", "open", "put", "get", "discard", "quarantine", "pin", "fsck", "gc", "rebuild", "warm", "failed")
 WEIGHTS = {"put": 60, "get": 20, "discard": 6, "quarantine": 5, "pin": 5, "fsck": 1, "gc": 2, "rebuild": 1}
 
@@ -75,7 +75,7 @@ def churn(folder: Path, limit_bytes: int, seed: int) -> Callable[[Record], None]
                 for _ in range(rng.randrange(5, 40)):
                     what = rng.choices(names, weights)[0]
                     record.doing(what)
-                    _step(store, what, rng.randrange(NUMBERS), record)
+                    record.add_wrong(step(store, what, rng.randrange(NUMBERS)) or 0)
 
     return work
 
@@ -95,19 +95,24 @@ def warming(lm: LanguageModel, folder: Path, limit_bytes: int, texts: list[str])
     return work
 
 
-def _step(store: DiskStore, what: str, number: int, record: Record) -> None:
+def step(store: DiskStore, what: str, number: int) -> int | None:
+    """Do something with a chunk; return how many bytes of it were read wrong, or None if it was not read."""
     key = example_key(number)
     if what == "put":
         store.put(key, chunk_of(number))
     elif what == "get":
         found = store.get(key)
         if not isinstance(found, Miss):
-            record.add_wrong(wrong_bytes(found, chunk_of(number, found.kv_dtype)))
+            return wrong_bytes(found, chunk_of(number, found.kv_dtype))
+        assert found.reason == "absent", found.reason
     elif what == "discard":
         store.discard(key)
     elif what == "quarantine":
         store.discard(key, reason="to see what happens")
     elif what == "pin":
-        store.pin(key, pinned=number % 8 == 0)
+        store.pin(example_key(number % PINNABLE), pinned=number % 2 == 0)
+    elif what == "fsck":
+        assert not fsck(store).damaged
     else:
-        {"fsck": fsck, "gc": collect_garbage, "rebuild": rebuild}[what](store)
+        {"gc": collect_garbage, "rebuild": rebuild}[what](store)
+    return None

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Self
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
@@ -47,10 +47,6 @@ class EntryInfo:
         unknown = {name: getattr(nearer, name) for name, value in asdict(self).items() if value is None}
         return replace(self, **unknown, pinned=self.pinned or nearer.pinned)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
@@ -70,10 +66,6 @@ class StoreStats:
     evicted: int = 0  # number of entries evicted to stay within the limit
     discarded: int = 0  # number of entries removed because they were damaged
 
-    def to_dict(self) -> dict[str, str | int | None]:
-        """Return plain data for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Health:
@@ -82,10 +74,6 @@ class Health:
     kind: str
     ok: bool
     problems: tuple[str, ...] = ()  # what is wrong, each with what to do about it
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
 
 
 class KVStore(ABC):
@@ -136,6 +124,9 @@ class KVStore(ABC):
         Raises:
             StoreError: if it cannot be written, or does not fit.
         """
+
+    def note_use(self, address: str) -> None:  # noqa: B027 - most stores do not evict by uses
+        """Count a use of an entry that a nearer tier has returned."""
 
     @abstractmethod
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
@@ -205,21 +196,13 @@ class KVStore(ABC):
         self.close()
 
 
-@runtime_checkable
-class CountsUses(Protocol):
-    """A store that evicts by uses, and is told of those that a nearer tier answers."""
-
-    def note_use(self, address: str) -> None:
-        """Count a use of an entry that a nearer tier has returned."""
-
-
 def open_entry(
     store: KVStore, read: Callable[[], EntryBytes], address: str, key: ChunkKey | None, cipher: StoreCipher | None
 ) -> tuple[ChunkKey, ChunkKV] | Miss:
     """Open the bytes of a store's entry; a damaged or expired one is discarded."""
     try:
-        header, chunk = open_chunk(read(), cipher)
-        check_key(header.key, key, address)
+        stored, chunk = open_chunk(read(), cipher)
+        check_key(stored, key, address)
     except FileNotFoundError:
         return Miss("absent")
     except (ForeignEntry, StoreError) as error:
@@ -232,7 +215,7 @@ def open_entry(
     if chunk.expired:
         store.discard(address)
         return Miss("expired")
-    return header.key, chunk
+    return stored, chunk
 
 
 def get_checked(store: KVStore, key: ChunkKey) -> ChunkKV | Miss:

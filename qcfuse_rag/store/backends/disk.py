@@ -29,7 +29,7 @@ from qcfuse_rag.store.backends.index import (
 )
 from qcfuse_rag.store.backends.remote import url_without_secrets
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
-from qcfuse_rag.store.entry.codec import ENCRYPTED, PREAMBLE, MappedFile, Preamble, encode, open_header
+from qcfuse_rag.store.entry.codec import MappedFile, encode, open_chunk
 from qcfuse_rag.store.entry.encryption import SECRET_VARIABLE, TENANT_SECRET_VARIABLE, StoreCipher
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS, check_kv_dtype
@@ -59,8 +59,6 @@ class StoreSettings:
     remote: str = ""  # URL of the remote behind it, without its password; empty if there is none
 
     def __post_init__(self) -> None:
-        if not isinstance(self.limit_bytes, int | float) or not isinstance(self.ttl_s, int | float | None):
-            raise ValueError("limit_bytes and ttl_s are numbers")
         if not isinstance(self.secret, str | None) or not isinstance(self.remote, str):
             raise ValueError("secret and remote are text")
         if self.limit_bytes <= 0 or (self.ttl_s is not None and self.ttl_s <= 0):
@@ -113,18 +111,16 @@ def _secrets_of_entries(files: StoreFiles, cipher: StoreCipher | None) -> set[st
     """Return the proofs of the secrets that entries are under: None for plain entries, empty for another secret."""
     found: set[str | None] = set()
     for _, path in files.entries():
-        try:
+        with suppress(OSError, CorruptEntry):
             entry = MappedFile(path, header_only=True)
-            if not Preamble.parse(entry.read(0, min(PREAMBLE.size, entry.size))).flags & ENCRYPTED:
+            try:
+                open_chunk(entry)
                 found.add(None)
-                continue
-            open_header(entry, cipher)
-        except ForeignEntry:
-            found.add("")
-        except (OSError, CorruptEntry):
-            continue
-        else:
-            return {*found, None if cipher is None else cipher.proof}
+            except ForeignEntry:
+                found.add("")
+                if cipher is not None:
+                    open_chunk(entry, cipher)
+                    return {*found, cipher.proof}
     return found
 
 
@@ -222,8 +218,7 @@ class DiskStore(KVStore):
             self._counts["misses" if isinstance(opened, Miss) else "hits"] += 1
         if isinstance(opened, Miss):
             return Miss(self._absence_reason(key)) if opened == Miss("absent") else opened
-        if self.quota is not None:
-            self.quota.record_use(key.address)
+        self.note_use(key.address)
         return opened[1]
 
     def note_use(self, address: str) -> None:
@@ -249,7 +244,7 @@ class DiskStore(KVStore):
             except BaseException:
                 self.change(lambda quota: quota.release(reservation))
                 raise
-        except INDEX_FAILURES as error:
+        except OSError as error:
             raise self._unwritable(error) from error
         self._record_model(key)
 
@@ -262,7 +257,7 @@ class DiskStore(KVStore):
             removed = self.change(
                 lambda quota: quota.remove(address) if reason is None else quota.quarantine(address, reason)
             )
-        except (StoreError, *INDEX_FAILURES):
+        except StoreError:
             return False
         with self._lock:
             self._counts["discarded"] += removed and reason is not None
@@ -280,20 +275,9 @@ class DiskStore(KVStore):
             for address, path in self.files.entries():
                 yield EntryInfo(address, path.stat().st_size)
             return
-        try:
-            rows = self.change(lambda quota: quota.index.rows(ENTRY, PINNED))
-        except INDEX_FAILURES as error:
-            raise StoreError(f"cannot read {self.folder}: {error}") from error
-        for address, record, expires, tag in rows:
+        for address, record, expires, tag in self.change(lambda quota: quota.index.rows(ENTRY, PINNED)):
             yield EntryInfo(
-                address,
-                record.usage.size_bytes,
-                kv_dtype=record.kv_dtype,
-                uses=record.usage.uses,
-                used=record.usage.used,
-                saved_ms=record.usage.saved_ms,
-                expires=expires,
-                pinned=tag == PINNED,
+                address, **asdict(record.usage), kv_dtype=record.kv_dtype, expires=expires, pinned=tag == PINNED
             )
 
     def clear(self) -> int:
@@ -304,7 +288,7 @@ class DiskStore(KVStore):
                 addresses |= {address for address, _ in self.files.entries()}
                 self.change(DiskQuota.clear_quarantine)
                 return sum(self.change(partial(DiskQuota.remove, address=address)) for address in addresses)
-        except (StoreError, *INDEX_FAILURES):
+        except StoreError:
             pass  # on a full disk the index cannot be written: remove the files first
         try:
             for path in list(self.files.quarantined_entries()):
@@ -320,23 +304,16 @@ class DiskStore(KVStore):
         return count
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
-        """Keep an entry from being evicted, or allow it again."""
-        try:
-            return self.change(lambda quota: quota.pin(address_of(key), pinned=pinned))
-        except INDEX_FAILURES as error:
-            raise self._unwritable(error) from error
+        return self.change(lambda quota: quota.pin(address_of(key), pinned=pinned))
 
     def stats(self) -> list[StoreStats]:
         limit, evicted = self.settings.limit_bytes, self.quota.evicted if self.quota else 0
-        try:
-            if self.quota is not None:
-                self.quota.write_uses()
-                entries, size = self.change(lambda quota: (quota.index.count(ENTRY, PINNED), quota.index.size()))
-            else:
-                sizes = [entry.size_bytes for entry in self.entries()]
-                entries, size = len(sizes), sum(sizes)
-        except INDEX_FAILURES as error:
-            raise StoreError(f"cannot read {self.folder}: {error}") from error
+        if self.quota is not None:
+            self.quota.write_uses()
+            entries, size = self.change(lambda quota: (quota.index.count(ENTRY, PINNED), quota.index.size()))
+        else:
+            sizes = [entry.size_bytes for entry in self.entries()]
+            entries, size = len(sizes), sum(sizes)
         return [StoreStats("disk", entries, size, limit, **self._counts, evicted=evicted)]
 
     def health(self) -> list[Health]:
@@ -355,8 +332,10 @@ class DiskStore(KVStore):
                 # Nobody asked for the default limit; a smaller disk is no fault of it.
                 if free < remaining and self.settings.limit_bytes != DEFAULT_LIMIT_BYTES:
                     problems.append(f"may take {remaining:,} bytes more, the disk has {free:,}; lower the limit")
-        except (StoreError, *INDEX_FAILURES) as error:
+        except OSError as error:
             problems.append(f"cannot be written: {error}")
+        except StoreError as error:
+            problems.append(str(error))
         return [Health("disk", not problems, tuple(dict.fromkeys(problems)))]
 
     def close(self) -> None:
@@ -368,31 +347,26 @@ class DiskStore(KVStore):
         """Return the fingerprints of the models whose chunks were stored here, by digest."""
         return dict(self._models)
 
-    def change(self, change: Callable[[DiskQuota], Result]) -> Result:
+    def change(self, change: Callable[[DiskQuota], Result], *, again: bool = True) -> Result:
         """Read or change the index; if it turns out to be damaged or replaced, open it again, and do so once more.
 
         Raises:
-            StoreError: if the store cannot be written.
-            OSError, sqlite3.Error, diskcache.Timeout, CorruptEntry: if the index fails.
+            StoreError: if the store cannot be written, or its index fails.
         """
         quota = self.require_quota()
         try:
             return change(quota)
         except INDEX_FAILURES as error:
-            if not is_damage(error):
-                raise
+            if not (again and is_damage(error)):
+                raise self._unwritable(error) from error
             with self._lock:
                 if self.quota is quota:
                     damaged = None if isinstance(error, IndexReplaced) else quota.index.file_number
                     self.quota = self._open_quota(damaged)
-            return change(self.require_quota())
+        return self.change(change, again=False)
 
     def require_quota(self) -> DiskQuota:
-        """Return the quota; if the index could not be opened before, try it again.
-
-        Raises:
-            StoreError: if the store cannot be written.
-        """
+        """Return the quota, after another try if the index could not be opened; raises `StoreError` if that fails."""
         if self.quota is None:
             with self._lock:
                 self.quota = self.quota or self._open_quota()

@@ -111,7 +111,6 @@ class StoreFiles:
         temporary.rename(path)
 
     def remove(self, address: str) -> bool:
-        """Remove an entry's file; return whether there was one."""
         return _unlink(self.path(address))
 
     def quarantine(self, address: str, reason: str) -> Path | None:
@@ -131,11 +130,9 @@ class StoreFiles:
             _unlink(path.with_suffix(ending))
 
     def temporary(self, name: str) -> Path:
-        """Return the path of a temporary file."""
         return self.tmp / _inside(name)
 
     def remove_temporary(self, name: str) -> bool:
-        """Remove a temporary file; return whether there was one."""
         return _unlink(self.temporary(name))
 
     def entries(self) -> Iterator[tuple[str, Path]]:

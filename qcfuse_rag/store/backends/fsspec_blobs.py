@@ -14,9 +14,6 @@ from qcfuse_rag.store.entry.codec import Buffer
 ATOMIC_PROTOCOLS = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 """Protocols that show an object only once all of it is written."""
 
-TEMPORARY_FOLDER = "tmp"
-"""Folder for files of the other protocols until they are complete and renamed."""
-
 
 class FsspecBlobs:
     """Blobs under a URL, connected to at first use.
@@ -54,7 +51,6 @@ class FsspecBlobs:
         self._system: Any = None
 
     def read(self, name: str) -> bytes | None:
-        """Return a blob, or None if there is none."""
         try:
             return bytes(self._ask("cat_file", self._path(name)))
         except FileNotFoundError:
@@ -66,7 +62,7 @@ class FsspecBlobs:
         if self.kind in ATOMIC_PROTOCOLS:
             self._ask("pipe_file", self._path(name), data)
             return
-        temporary = f"{TEMPORARY_FOLDER}/{secrets.token_hex(16)}.part"
+        temporary = f"tmp/{secrets.token_hex(16)}.part"
         self._make_folder(temporary)
         try:
             self._ask("pipe_file", self._path(temporary), data)

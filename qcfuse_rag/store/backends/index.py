@@ -34,7 +34,7 @@ from diskcache.core import MODE_RAW, UNKNOWN
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.backends.base import EntryUsage
 from qcfuse_rag.store.backends.files import StoreFiles, file_size
-from qcfuse_rag.store.entry.codec import PARSE_ERRORS, MappedFile, check_key, open_header
+from qcfuse_rag.store.entry.codec import PARSE_ERRORS, MappedFile, check_key, open_chunk
 from qcfuse_rag.store.entry.encryption import StoreCipher
 
 ENTRY, PINNED, WRITING, QUARANTINE = "entry", "pinned", "writing", "quarantine"
@@ -67,7 +67,6 @@ class Record:
     about: str = ""  # of a file that is being written, its address; of a file in quarantine, the damage
 
     def to_json(self) -> str:
-        """Return the JSON text that the index holds."""
         fields = asdict(self)
         fields["numbers"] = fields.pop("kv_dtype")  # its name in the index
         return json.dumps(fields)
@@ -90,11 +89,9 @@ class LiteralPath(str):
     """An absolute path that diskcache takes as it is; in others it replaces the names of environment variables."""
 
     def __str__(self) -> str:
-        """Return itself."""
         return self
 
-    def __contains__(self, part: object) -> bool:
-        """Hide the sign by which `os.path.expandvars` knows that there is something to replace."""
+    def __contains__(self, part: object) -> bool:  # by "$" `os.path.expandvars` knows that there is a name to replace
         return part != "$" and isinstance(part, str) and super().__contains__(part)
 
 
@@ -102,25 +99,21 @@ class TextDisk(diskcache.Disk):  # type: ignore[misc]
     """Serialisation for diskcache with text as keys and records as values, and nothing else."""
 
     def put(self, key: Any) -> tuple[str, bool]:
-        """Return a key's form in the index."""
         if not isinstance(key, str):
             raise TypeError(f"keys are strings, got {type(key).__name__}")
         return key, True
 
     def get(self, key: Any, raw: bool) -> str:
-        """Return a key from its form in the index."""
         if not raw or not isinstance(key, str):
             raise CorruptEntry("the index holds a key that is not text; it was not written by this library")
         return key
 
     def store(self, value: Any, read: bool, key: Any = UNKNOWN) -> tuple[int, int, None, str]:
-        """Return a record's form in the index, with the size of its file."""
         if not isinstance(value, Record) or read:
             raise TypeError(f"values are records, got {type(value).__name__}")
         return value.usage.size_bytes, MODE_RAW, None, value.to_json()
 
     def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> Record:
-        """Return a record from its form in the index."""
         if mode != MODE_RAW or filename is not None or not isinstance(value, str) or read:
             raise CorruptEntry("the index holds a value that is not text; it was not read")
         return Record.from_json(value)
@@ -177,7 +170,6 @@ class Index:
             raise error.__context__ or error from None
 
     def size(self) -> int:
-        """Return the bytes of all rows."""
         sizes = self._rows("SELECT value FROM Settings WHERE key = 'size'")
         if len(sizes) != 1 or type(sizes[0][0]) is not int:
             raise CorruptEntry("the index holds no sum of bytes")
@@ -189,7 +181,6 @@ class Index:
         return None if record is None else (record, expires, tag)
 
     def set(self, name: str, record: Record, tag: str, expires: float | None = None) -> None:
-        """Write a row, replacing one of that name."""
         expires_in = None if expires is None else expires - time.time()
         self._cache.set(name, record, expire=expires_in, tag=tag)
 
@@ -197,10 +188,10 @@ class Index:
         """Remove a row; return whether there was one."""
         return bool(self._cache._sql("DELETE FROM Cache WHERE key = ? AND raw = 1", (name,)).rowcount)
 
-    def expired(self, *tags: str, now: float) -> list[tuple[str, int]]:
-        """Return name and size of expired rows with these tags."""
-        statement = "SELECT key, size FROM Cache WHERE tag = ? AND expire_time < ?"
-        return [row for tag in tags for row in self._rows(statement, tag, now)]
+    def expired(self, *tags: str, now: float) -> list[str]:
+        """Return the names of expired rows with these tags."""
+        statement = "SELECT key FROM Cache WHERE tag = ? AND expire_time < ?"
+        return [name for tag in tags for (name,) in self._rows(statement, tag, now)]
 
     def worst(self, tag: str, count: int) -> list[tuple[str, int]]:
         """Return name and size of the `count` rows with a tag that have the least worth."""
@@ -215,12 +206,10 @@ class Index:
         return [(key(name, True), Record.from_json(value), expires, tag) for tag, (name, value, expires) in rows]
 
     def size_of(self, *tags: str) -> int:
-        """Return the bytes of rows with these tags."""
         statement = "SELECT COALESCE(SUM(size), 0) FROM Cache WHERE tag = ?"
         return sum(self._rows(statement, tag)[0][0] for tag in tags)
 
     def count(self, *tags: str) -> int:
-        """Return how many rows have these tags."""
         return sum(self._rows("SELECT COUNT(*) FROM Cache WHERE tag = ?", tag)[0][0] for tag in tags)
 
     def clear(self) -> None:
@@ -228,7 +217,6 @@ class Index:
         self._rows("DELETE FROM Cache WHERE tag IS NOT ?", WRITING)
 
     def close(self) -> None:
-        """Close the database."""
         self._opened.close()
 
     @property
@@ -456,21 +444,27 @@ class DiskQuota:
         with suppress(*INDEX_FAILURES), self.index.transact(timeout_s=timeout_s):
             self._write_uses()
 
-    def reclaim(self) -> None:
-        """Remove expired entries and the rows and files of dead writers."""
-        now = time.time()
+    def reclaim(self) -> int:
+        """Remove expired entries, and rows and files of dead writers; return how many files these had left."""
+        now, leftovers = time.time(), 0
         for name, record, expires, _ in self.index.rows(WRITING):
             gone = file_size(self._files.temporary(name)) is None
             if gone or now > (expires or 0.0) or self._files.is_abandoned(name):
                 self.index.delete(name)
-                if not self._files.remove_temporary(name):  # the writer may have died before it indexed the file
+                if self._files.remove_temporary(name):
+                    leftovers += 1
+                else:  # the writer may have died before it indexed the file
                     self._index_published(record.about)
-        for address, _ in self.index.expired(ENTRY, PINNED, now=now):
+        for path in list(self._files.temporaries()):
+            if self.index.get(path.name) is None and self._files.is_abandoned(path.name):
+                leftovers += self._files.remove_temporary(path.name)
+        for address in self.index.expired(ENTRY, PINNED, now=now):
             self._files.remove(address)
             self.index.delete(address)
-        for name, _ in self.index.expired(QUARANTINE, now=now):
+        for name in self.index.expired(QUARANTINE, now=now):
             self._files.remove_quarantined(name)
             self.index.delete(name)
+        return leftovers
 
     def enforce_limit(self) -> None:
         """Evict entries until the limit holds, such as after it was lowered; pinned entries stay."""
@@ -488,9 +482,9 @@ class DiskQuota:
         path = self._files.path(address)
         tokens, kv_dtype, expires = 1, "", None
         try:
-            header, _ = open_header(MappedFile(path, header_only=True), self._cipher)
-            check_key(header.key, None, address)
-            tokens, kv_dtype, expires = header.tokens, header.kv_dtype, header.expires
+            key, chunk = open_chunk(MappedFile(path, header_only=True), self._cipher)
+            check_key(key, None, address)
+            tokens, kv_dtype, expires = chunk.n_tokens, chunk.kv_dtype, chunk.expires
         except (ForeignEntry, OSError):
             pass  # under another secret, or not readable; but its bytes count
         except CorruptEntry as error:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -136,19 +136,12 @@ class MemoryStore(KVStore):
         with self._lock:
             entries = list(self._entries.items())
         for address, entry in entries:
+            chunk, pinned = entry.chunk, entry.pinned
             yield EntryInfo(
-                address,
-                entry.usage.size_bytes,
-                kv_dtype=entry.chunk.kv_dtype,
-                uses=entry.usage.uses,
-                used=entry.usage.used,
-                saved_ms=entry.usage.saved_ms,
-                expires=entry.chunk.expires,
-                pinned=entry.pinned,
+                address, **asdict(entry.usage), kv_dtype=chunk.kv_dtype, expires=chunk.expires, pinned=pinned
             )
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
-        """Exempt an entry from eviction, or undo that."""
         with self._lock:
             entry = self._entries.get(address_of(key))
             if entry is not None:

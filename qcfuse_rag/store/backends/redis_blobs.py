@@ -49,7 +49,6 @@ class RedisBlobs:
         self._prefix = prefix
 
     def read(self, name: str) -> bytes | None:
-        """Return a blob, or None if there is none."""
         data = self._client.get(self._prefix + name)
         if data is not None and not isinstance(data, bytes):
             raise TypeError(
@@ -58,12 +57,10 @@ class RedisBlobs:
         return data
 
     def write(self, name: str, parts: Sequence[Buffer], ttl_s: float | None = None) -> None:
-        """Write a blob, which the server removes when it expires."""
         lifetime_ms = None if ttl_s is None else math.ceil(ttl_s * 1000)
         self._client.set(self._prefix + name, b"".join(parts), px=lifetime_ms)
 
     def delete(self, name: str) -> bool:
-        """Remove a blob; return whether there was one."""
         return self._client.unlink(self._prefix + name) > 0
 
     def exists(self, name: str) -> bool:

@@ -135,10 +135,8 @@ class RemoteStore(KVStore):
         """
         quarantined = f"{QUARANTINE}/{_name(key)}"
         try:
-            if reason is None:
-                self._ask(
-                    lambda: self._blobs.delete(quarantined)
-                )  # first: once the entry is gone, removal is not tried again
+            if reason is None:  # the quarantine first: once the entry is gone, removal is not tried again
+                self._ask(lambda: self._blobs.delete(quarantined))
                 return self._ask(lambda: self._blobs.delete(_name(key)))
             renamed = self._ask(lambda: self._blobs.rename(_name(key), quarantined))
         except StoreError:

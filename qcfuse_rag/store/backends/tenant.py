@@ -70,7 +70,6 @@ class TenantStore(KVStore):
         return (entry for entry in self.store.entries() if self._owns(entry.address))
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
-        """Exempt one of the tenant's entries from eviction, or undo that."""
         address = self.address(key)
         return self._owns(address) and self.store.pin(address, pinned=pinned)
 

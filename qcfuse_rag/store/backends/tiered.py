@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from qcfuse_rag.background_thread import BackgroundThread
 from qcfuse_rag.errors import CorruptEntry, StoreError
-from qcfuse_rag.store.backends.base import CountsUses, EntryInfo, Health, KVStore, Miss, StoreStats
+from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS
@@ -32,24 +30,21 @@ class WriteBehind:
 
     def __init__(self, store: KVStore, limit_bytes: int) -> None:
         self._store, self._limit = store, limit_bytes
-        self._queued: OrderedDict[str, QueuedChunk] = OrderedDict()
-        self._size = 0
+        self._queued: dict[str, QueuedChunk] = {}
         self._writing: str | None = None
         self._errors: list[str] = []
         self._changed = threading.Condition()
-        self._closing = False
-        self._thread = BackgroundThread(self._work, name="qcfuse-write-behind", close=self.close)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qcfuse-write-behind")
 
     def put(self, key: ChunkKey, chunk: ChunkKV, saved_ms: float | None) -> None:
         """Queue a chunk, whose tensors must not change any more."""
         item = QueuedChunk(key, chunk, saved_ms, chunk.nbytes)
         with self._changed:
-            self._remove(key.address)
-            while self._queued and self._size + item.size > self._limit:
+            self._queued.pop(key.address, None)
+            while self._queued and sum(other.size for other in self._queued.values()) + item.size > self._limit:
                 self._changed.wait()
             self._queued[key.address] = item
-            self._size += item.size
-            self._changed.notify_all()
+            self._writer.submit(self._write, key.address)
 
     def get(self, address: str) -> tuple[ChunkKey, ChunkKV] | None:
         """Return an entry that is still queued, or None."""
@@ -65,7 +60,8 @@ class WriteBehind:
     def discard(self, address: str) -> bool:
         """Remove a chunk from the queue, after waiting for a write of it under way; return whether it was queued."""
         with self._changed:
-            removed = self._remove(address)
+            removed = self._queued.pop(address, None) is not None
+            self._changed.notify_all()
             while self._writing == address:
                 self._changed.wait()
             return removed
@@ -82,39 +78,26 @@ class WriteBehind:
 
     def close(self) -> None:
         """Write queued chunks and stop."""
+        self._writer.shutdown()
+
+    def _write(self, address: str) -> None:
         with self._changed:
-            self._closing = True
+            item = self._queued.get(address)
+            if item is None:  # discarded, or put twice and written already
+                return
+            self._writing = address
+        error: str | None = None
+        try:
+            self._store.put(item.key, item.chunk, saved_ms=item.saved_ms)
+        except Exception as failure:  # of any kind: `flush` reports it
+            error = str(failure)
+        with self._changed:
+            self._writing = None
+            if error is not None:
+                self._errors.append(error)
+            if self._queued.get(address) is item:  # neither discarded nor replaced meanwhile
+                del self._queued[address]
             self._changed.notify_all()
-        self._thread.join()
-
-    def _remove(self, address: str) -> bool:
-        item = self._queued.pop(address, None)
-        if item is not None:
-            self._size -= item.size
-            self._changed.notify_all()
-        return item is not None
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queued and not self._closing:
-                    self._changed.wait()
-                if not self._queued:
-                    return
-                item = next(iter(self._queued.values()))
-                self._writing = item.key.address
-            error: str | None = None
-            try:
-                self._store.put(item.key, item.chunk, saved_ms=item.saved_ms)
-            except Exception as failure:  # of any kind: the thread must go on, and `flush` reports it
-                error = str(failure)
-            with self._changed:
-                self._writing = None
-                if error is not None:
-                    self._errors.append(error)
-                if self._queued.get(item.key.address) is item:  # neither discarded nor replaced meanwhile
-                    self._remove(item.key.address)
-                self._changed.notify_all()
 
 
 class TieredStore(KVStore):
@@ -154,7 +137,6 @@ class TieredStore(KVStore):
 
     @property
     def tiers(self) -> list[KVStore]:
-        """The stores this one consists of, nearest first."""
         return [*self.near.tiers, *self.far.tiers]
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
@@ -163,8 +145,7 @@ class TieredStore(KVStore):
         if not isinstance(chunk, ChunkKV):
             return self._promote(key)
         for tier in self.far.tiers:
-            if isinstance(tier, CountsUses):
-                tier.note_use(key.address)
+            tier.note_use(key.address)
         return chunk
 
     def _promote(self, key: ChunkKey) -> ChunkKV | Miss:
@@ -182,9 +163,7 @@ class TieredStore(KVStore):
             return chunk  # too large for the near tier, or it is full or read-only: read from the far tier
         except OSError as error:
             return Miss(f"cannot be read: {error}")
-        if (
-            self._queued(key.address) is None and key not in self.far
-        ):  # discarded meanwhile: the copy must not bring it back
+        if self._queued(key.address) is None and key not in self.far:  # discarded meanwhile
             self.near.discard(key)
             return chunk
         promoted = self.near.open(key.address)  # does not count as another use
@@ -243,14 +222,12 @@ class TieredStore(KVStore):
         yield from known.values()
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
-        """Exempt an entry from eviction in both tiers, or undo that."""
         with suppress(StoreError):  # a chunk that could not be written is not pinned
             self.flush()
         near, far = self.near.pin(key, pinned=pinned), self.far.pin(key, pinned=pinned)
         return near or far
 
     def clear(self) -> int:
-        """Remove everything from both tiers; return how many entries there were."""
         with suppress(StoreError):
             self.flush()
         count = sum(1 for _ in self.entries())
@@ -259,11 +236,9 @@ class TieredStore(KVStore):
         return count
 
     def stats(self) -> list[StoreStats]:
-        """Return contents and counters, nearest tier first."""
         return [*self.near.stats(), *self.far.stats()]
 
     def health(self) -> list[Health]:
-        """Check every tier, nearest first."""
         return [*self.near.health(), *self.far.health()]
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:

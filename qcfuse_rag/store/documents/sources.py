@@ -35,19 +35,6 @@ from qcfuse_rag.store.key import ChunkKey
 EVERYBODY = ""
 """The tag of documents without one."""
 
-MARK_VIOLATIONS = """
-INSERT OR REPLACE INTO unwanted SELECT DISTINCT address, 1 FROM derived AS d
-WHERE (passage = ?1 OR origin = ?1)
-AND NOT EXISTS (SELECT 1 FROM readers WHERE passage = d.origin AND tag = '')
-AND (
-    NOT EXISTS (SELECT 1 FROM readers WHERE passage = d.passage)
-    OR EXISTS (
-        SELECT 1 FROM readers AS own WHERE own.passage = d.passage
-        AND NOT EXISTS (SELECT 1 FROM readers AS theirs WHERE theirs.passage = d.origin AND theirs.tag = own.tag)
-    )
-)
-"""
-
 
 def may_be_built_on(readers: frozenset[str], origin_readers: frozenset[str]) -> bool:
     """Return whether a cache may be prefilled behind its origin; a passage without document has no known readers."""
@@ -77,20 +64,21 @@ def tags_of(pieces: Iterable[tuple[str | None, Mapping[str, Any]]], key: str | N
     return tags
 
 
-def set_tag(database: sqlite3.Connection, source: str, tag: str | None) -> None:
-    """Set who may read a source; None is everybody."""
-    if tag:
-        unchanged = "SELECT 1 FROM access WHERE source = ?1 AND tag IS ?2"
-        database.execute(f"INSERT OR REPLACE INTO access SELECT ?1, ?2 WHERE NOT EXISTS ({unchanged})", (source, tag))
-    else:
-        database.execute("DELETE FROM access WHERE source = ?", (source,))
-
-
 def mark_acl_violations(database: sqlite3.Connection, passages: Iterable[str]) -> None:
     """Mark entries as unwanted that `may_be_built_on` forbids now."""
-    if database.execute("SELECT 1 FROM access LIMIT 1").fetchone():
-        database.executemany(MARK_VIOLATIONS, [(passage,) for passage in passages])
 
+    def readers(passage: str) -> frozenset[str]:
+        return frozenset(tag for (tag,) in database.execute(READERS, (passage,)))
+
+    if database.execute("SELECT 1 FROM access LIMIT 1").fetchone():
+        for changed in passages:
+            for address, passage, origin in database.execute(DERIVED_WITH, (changed,)).fetchall():
+                if not may_be_built_on(readers(passage), readers(origin)):
+                    database.execute("INSERT OR REPLACE INTO unwanted VALUES (?, 1)", (address,))
+
+
+READERS = "SELECT tag FROM readers WHERE passage = ?"
+DERIVED_WITH = "SELECT address, passage, origin FROM derived WHERE passage = ?1 OR origin = ?1"
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS chunks (
@@ -120,12 +108,6 @@ CREATE TRIGGER IF NOT EXISTS no_longer_located AFTER DELETE ON chunks
 WHEN NOT EXISTS (SELECT 1 FROM chunks WHERE passage = OLD.passage)
 BEGIN DELETE FROM located WHERE passage = OLD.passage; END;
 """
-
-LAST_TABLE = "located"
-"""The table that is created last: a manifest that has it has all."""
-
-COLUMNS_ADDED = (("chunks", "passage TEXT"), ("unwanted", "by_origin INTEGER DEFAULT 0"), ("derived", "passage TEXT"))
-"""Columns that manifests of earlier versions lack."""
 
 JOURNAL_ROWS = 100_000
 """Most rows of `gone`, for processes that hold chunks in memory, and of `lost`, for running jobs."""
@@ -168,15 +150,13 @@ class Manifest:
         [(version,)] = self.read("PRAGMA data_version")
         return version, self._reader.total_changes
 
-    def query(self, statement: str, *values: str | int) -> list[tuple[Any, ...]]:
-        """Return the rows of a query, after waiting for a change that this process is making."""
-        with self._lock:
-            return _fetch(self._database, statement, values)
-
     def read(self, statement: str, *values: str | int) -> list[tuple[Any, ...]]:
         """Return the rows of a query as last committed, without waiting for changes being made."""
-        with self._reader_lock:
-            return _fetch(self._reader, statement, values)
+        try:
+            with self._reader_lock:
+                return self._reader.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(f"cannot read the manifest of sources: {error}") from error
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
@@ -234,7 +214,6 @@ def _open_manifest(path: Path | None) -> tuple[sqlite3.Connection, sqlite3.Conne
         database = _connect(str(path))
         path.chmod(0o600)
         _use_write_ahead_log(database)
-        _add_missing_columns(database)
         database.executescript(SCHEMA)
     except (sqlite3.OperationalError, OSError) as error:
         full = any(message in str(error) for message in DISK_FULL_MESSAGES)
@@ -243,7 +222,7 @@ def _open_manifest(path: Path | None) -> tuple[sqlite3.Connection, sqlite3.Conne
         immutable = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
         database = _connect(immutable)
         try:
-            database.execute(f"SELECT 1 FROM {LAST_TABLE} LIMIT 1")
+            database.execute("SELECT 1 FROM located LIMIT 1")  # the last table of the schema
         except sqlite3.Error:
             raise error from None
         return database, _connect(immutable), False
@@ -284,13 +263,6 @@ def quarantine_manifest(folder: Path) -> Path | None:
     return renamed
 
 
-def _fetch(database: sqlite3.Connection, statement: str, values: tuple[str | int, ...]) -> list[tuple[Any, ...]]:
-    try:
-        return database.execute(statement, values).fetchall()
-    except sqlite3.Error as error:
-        raise StoreError(f"cannot read the manifest of sources: {error}") from error
-
-
 def _connect(path: str, *, timeout: float = WRITE_TIMEOUT_S) -> sqlite3.Connection:
     database = sqlite3.connect(
         path, timeout=timeout, isolation_level=None, check_same_thread=False, uri=path.startswith("file:")
@@ -310,14 +282,6 @@ def _use_write_ahead_log(database: sqlite3.Connection) -> None:
             if "locked" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
-
-
-def _add_missing_columns(database: sqlite3.Connection) -> None:
-    """Add the columns that manifests of earlier versions lack; warming again fills in the passages."""
-    for table, column in COLUMNS_ADDED:
-        columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
-        if columns and column.split()[0] not in columns:
-            database.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
 
 
 MARK_IF_ORIGIN_LOST_SINCE = """
@@ -368,12 +332,12 @@ class Derivations:
 
     def origins(self, key: ChunkKey) -> frozenset[str]:
         """Return the passages an entry was computed from, as `Sources.passage_id` names them."""
-        rows = self._manifest.query("SELECT origin FROM derived WHERE address = ?", self._store.address(key))
+        rows = self._manifest.read("SELECT origin FROM derived WHERE address = ?", self._store.address(key))
         return frozenset(origin for (origin,) in rows)
 
     def loss_count(self) -> int:
         """Return how many times a passage lost its last source; see `set_origins`."""
-        [(count,)] = self._manifest.query("SELECT coalesce(max(number), 0) FROM lost")
+        [(count,)] = self._manifest.read("SELECT coalesce(max(number), 0) FROM lost")
         return int(count)
 
 
@@ -431,7 +395,7 @@ class Garbage:
 
         A job that was killed while another process forgot its document leaves such entries.
         """
-        return [a for a in _known(self._manifest.query(OWNERLESS), self._store.prefix) if a in self._store]
+        return [a for a in _known(self._manifest.read(OWNERLESS), self._store.prefix) if a in self._store]
 
     def collect_ownerless(self) -> int:
         """Remove the `ownerless` entries from all tiers; return how many were removed."""
@@ -461,7 +425,7 @@ class Garbage:
         return rows[-1][0] if rows else number, _known(row[1:] for row in rows)
 
     def _addresses(self) -> list[str]:
-        return _known(self._manifest.query("SELECT address FROM unwanted"), self._store.prefix)
+        return _known(self._manifest.read("SELECT address FROM unwanted"), self._store.prefix)
 
 
 def _known(rows: Iterable[tuple[Any, ...]], prefix: str = "") -> list[str]:
@@ -561,7 +525,7 @@ class Sources:
     def discard_unowned(self, keys: Iterable[ChunkKey]) -> int:
         """Remove entries of a job that no source has any more; return how many were removed."""
         addresses = [self._store.address(key) for key in keys]
-        if all(self.manifest.query("SELECT 1 FROM chunks WHERE address = ? LIMIT 1", address) for address in addresses):
+        if all(self.manifest.read("SELECT 1 FROM chunks WHERE address = ? LIMIT 1", address) for address in addresses):
             return 0
         with self.manifest.writing() as database:
             mark_without_source(database, addresses)
@@ -569,7 +533,7 @@ class Sources:
 
     def release_removed(self, keys: Iterable[ChunkKey]) -> None:
         """Let entries that were removed with their source be stored without one; see `Garbage.ownerless`."""
-        removed = {address for (address,) in self.manifest.query("SELECT address FROM gone")}
+        removed = {address for (address,) in self.manifest.read("SELECT address FROM gone")}
         addresses = [(address,) for key in keys if (address := self._store.address(key)) in removed]
         if addresses:
             with self.manifest.writing() as database:
@@ -591,7 +555,7 @@ class Sources:
             removed = self._forget(name)
         except StoreError:  # on a full disk nothing can be recorded: make room by what is to go anyway
             shared = "SELECT 1 FROM chunks WHERE address = ? AND source != ? LIMIT 1"
-            own = [address for address in self.addresses(source) if not self.manifest.query(shared, address, name)]
+            own = [address for address in self.addresses(source) if not self.manifest.read(shared, address, name)]
             removed = sum(self._store.discard(address) for address in own)
             if not removed:
                 raise
@@ -607,28 +571,33 @@ class Sources:
         """
         name = self._prefix + source
         with self.manifest.writing() as database:
-            set_tag(database, name, tag)
+            if tag:
+                unchanged = "SELECT 1 FROM access WHERE source = ?1 AND tag IS ?2"
+                new = f"INSERT OR REPLACE INTO access SELECT ?1, ?2 WHERE NOT EXISTS ({unchanged})"
+                database.execute(new, (name, tag))
+            else:
+                database.execute("DELETE FROM access WHERE source = ?", (name,))
             rows = database.execute("SELECT DISTINCT passage FROM chunks WHERE source = ?", (name,)).fetchall()
             mark_acl_violations(database, [passage for (passage,) in rows])
         return self.garbage.collect()
 
     def has_restricted(self) -> bool:
         """Return whether there is a source that not everybody may read."""
-        return bool(self.manifest.query("SELECT 1 FROM access WHERE source GLOB ? LIMIT 1", f"{self._prefix}*"))
+        return bool(self.manifest.read("SELECT 1 FROM access WHERE source GLOB ? LIMIT 1", f"{self._prefix}*"))
 
     def readers(self, key: ChunkKey) -> frozenset[str]:
         """Return the tags of a passage's readers, given any of its keys; none if no source has it."""
-        rows = self.manifest.query("SELECT tag FROM readers WHERE passage = ?", self.passage_id(key))
+        rows = self.manifest.read(READERS, self.passage_id(key))
         return frozenset(tag for (tag,) in rows)
 
     def names(self) -> list[str]:
         """Return the names of the sources, in order."""
-        rows = self.manifest.query("SELECT DISTINCT source FROM chunks WHERE typeof(source) = 'text' ORDER BY source")
+        rows = self.manifest.read("SELECT DISTINCT source FROM chunks WHERE typeof(source) = 'text' ORDER BY source")
         return [name.removeprefix(self._prefix) for (name,) in rows if name.startswith(self._prefix)]
 
     def addresses(self, source: str) -> set[str]:
         """Return the addresses of a source's chunks, including those that were evicted."""
-        return set(_known(self.manifest.query("SELECT address FROM chunks WHERE source = ?", self._prefix + source)))
+        return set(_known(self.manifest.read("SELECT address FROM chunks WHERE source = ?", self._prefix + source)))
 
     def missing(self) -> dict[str, int]:
         """Return, by source, how many of its chunks are not in the store, since they were evicted or damaged."""
@@ -680,9 +649,9 @@ class Sources:
     def _is_recorded(self, name: str, rows: Sequence[Row], *, alone: bool) -> bool:
         """Return whether a source has these chunks already; if `alone`, and no others of their wordings."""
         recorded = set(
-            self.manifest.query("SELECT source, address, wording, passage FROM chunks WHERE source = ?", name)
+            self.manifest.read("SELECT source, address, wording, passage FROM chunks WHERE source = ?", name)
         )
-        unwanted = {address for (address,) in self.manifest.query("SELECT address FROM unwanted WHERE NOT by_origin")}
+        unwanted = {address for (address,) in self.manifest.read("SELECT address FROM unwanted WHERE NOT by_origin")}
         wordings = {wording for _, _, wording, _ in rows}
         has_others = any(wording in wordings for _, _, wording, _ in recorded - set(rows))
         marked = any(address in unwanted for _, address, _, _ in rows)

@@ -17,13 +17,11 @@ import math
 import mmap
 import os
 import struct
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -31,7 +29,7 @@ from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.models.rope import KVShape
-from qcfuse_rag.store.chunk import HEADER_FIELDS, RANKING, Blocks, ChunkKV, block_names, check_notes
+from qcfuse_rag.store.chunk import HEADER_FIELDS, RANKING, Blocks, ChunkKV, block_names
 from qcfuse_rag.store.entry.encryption import SALT_BYTES, TAG_BYTES, EntryCipher, StoreCipher
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.quantization import FORMATS, LOSSLESS, RANKS, effective_rank, side_block
@@ -70,29 +68,8 @@ class BlockRange(NamedTuple):
         return self.range(0, len(self.checksums))[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The checked header of an entry."""
-
-    key: ChunkKey
-    tokens: int
-    layers: int
-    dtype: torch.dtype
-    kv_dtype: str
-    expires: float | None  # unix time from which on it must not be used, or None
-    blocks: tuple[BlockRange, ...]
-    start: int  # offset of the first block in the file
-    notes: Mapping[str, Any]
-    extras: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes the whole entry must have."""
-        return self.start + self.blocks[-1].end
-
-
-def parse_header(fields: Any, start: int, *, encrypted: bool) -> Header:
-    """Turn a header's JSON into a `Header`, after checking it and the sizes and places of its blocks.
+def _parse_header(fields: Any, entry: EntryBytes, start: int, cipher: EntryCipher | None) -> tuple[ChunkKey, ChunkKV]:
+    """Return the key and the chunk of a header's JSON, after checking it and the sizes and places of its blocks.
 
     Raises:
         ValueError, LookupError, TypeError, AttributeError, OverflowError: if it is not a header.
@@ -104,14 +81,11 @@ def parse_header(fields: Any, start: int, *, encrypted: bool) -> Header:
     # The number of blocks is checked first: the expected names are not made for as many layers as a header claims.
     _require(type(extra_names) is list and ("extras" not in fields or len(extra_names) > 0), "extras")
     notes, extras = {name: value for name, value in fields.items() if name not in HEADER_FIELDS}, tuple(extra_names)
-    check_notes(notes, extras)
     count = 1 + len(extras) + layers * (2 if kv_dtype == LOSSLESS else 4)
     _require(kv_dtype in FORMATS and len(names) == count, "numbers of blocks")
     _require(expires is None or (type(expires) in (int, float) and math.isfinite(expires)), "expiry")
-    expected, first = (
-        block_names(layers, kv_dtype, extras),
-        1 + len(extras),
-    )  # earlier versions ordered layers otherwise
+    # Earlier versions ordered layers otherwise.
+    expected, first = block_names(layers, kv_dtype, extras), 1 + len(extras)
     _require(names[:first] == expected[:first] and sorted(names) == sorted(expected), "names of blocks")
     blocks: list[BlockRange] = []
     offset, number = 0, 1
@@ -123,7 +97,7 @@ def parse_header(fields: Any, start: int, *, encrypted: bool) -> Header:
         _require(block["offset"] == offset, "offset")
         dtype = DTYPES[block["dtype"]]
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        piece_bytes = ROWS_PER_PIECE * row_bytes + TAG_BYTES * encrypted
+        piece_bytes = ROWS_PER_PIECE * row_bytes + TAG_BYTES * (cipher is not None)
         blocks.append(BlockRange(name, dtype, shape, offset, checksums, number, row_bytes, piece_bytes))
         offset, number = aligned(blocks[-1].end), number + len(checksums)
     _require(blocks[0].shape == (layers, tokens), "ranking")
@@ -131,18 +105,9 @@ def parse_header(fields: Any, start: int, *, encrypted: bool) -> Header:
         _require(extra.shape[1:] == (1,) and extra.dtype == torch.float32, "extras")
     if kv_dtype in RANKS:
         _require_factors({block.name: block for block in blocks}, kv_dtype, tokens)
-    return Header(
-        ChunkKey.from_fields(fields["key"]),
-        tokens,
-        layers,
-        DTYPES[fields["dtype"]],
-        kv_dtype,
-        expires,
-        tuple(blocks),
-        start,
-        notes,
-        extras,
-    )
+    stored = StoredBlocks(entry, start, blocks, cipher)
+    chunk = ChunkKV(tokens, layers, DTYPES[fields["dtype"]], kv_dtype, expires, stored, notes, extras)
+    return ChunkKey.from_fields(fields["key"]), chunk
 
 
 def entry_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, kv_dtype: str, tokens: int) -> int:
@@ -199,32 +164,10 @@ VERSION = 2
 ENCRYPTED = 1
 MAX_HEADER_BYTES = 4 << 20
 PREAMBLE = struct.Struct(f"<8sIII4xQ{SALT_BYTES}s")
+"""Magic, version, flags (1 if the entry is encrypted), length of the header, checksum (XXH3-64 over magic, version,
+flags, salt, header length and header as stored), and salt: random bytes of an encrypted entry, zeros otherwise."""
 PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 Buffer = bytes | bytearray | memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class Preamble:
-    """The first 64 bytes of an entry."""
-
-    flags: int  # 1 if the entry is encrypted, else 0
-    header_bytes: int  # length of the header that follows
-    checksum: int  # XXH3-64 over magic, version, flags, salt, header length and header as stored
-    salt: bytes  # 32 random bytes of an encrypted entry, zeros otherwise
-
-    @classmethod
-    def parse(cls, data: Buffer) -> Self:
-        """Parse a preamble; raises `CorruptEntry` if these are not the first bytes of an entry of this version."""
-        if len(data) < PREAMBLE.size:
-            raise CorruptEntry(f"truncated: {len(data)} bytes")
-        magic, version, flags, header_bytes, checksum, salt = PREAMBLE.unpack_from(data)
-        if magic != MAGIC:
-            raise CorruptEntry("not a stored chunk")
-        if version != VERSION:
-            raise CorruptEntry(f"format version {version}, this library reads {VERSION}")
-        if flags not in (0, ENCRYPTED) or header_bytes > MAX_HEADER_BYTES:
-            raise CorruptEntry("damaged preamble")
-        return cls(flags, header_bytes, checksum, salt)
 
 
 def encode(key: ChunkKey, chunk: ChunkKV, *, cipher: StoreCipher | None = None) -> list[Buffer]:
@@ -272,38 +215,35 @@ def encode(key: ChunkKey, chunk: ChunkKV, *, cipher: StoreCipher | None = None) 
     return [preamble, header, padding, *body]
 
 
-def read_header(preamble: Preamble, data: Buffer, cipher: StoreCipher | None) -> tuple[Header, EntryCipher | None]:
-    """Check and parse a header.
-
-    Raises:
-        ForeignEntry: if the entry is under another secret, or encrypted and the store is not, or the other way round.
-        CorruptEntry: if the header is damaged or makes no sense.
-    """
-    if len(data) != preamble.header_bytes:
+def _read_header(entry: EntryBytes, cipher: StoreCipher | None) -> tuple[bytes, int, EntryCipher | None]:
+    """Return an entry's header as JSON, where it ends, and the cipher of its blocks, after checking its bytes."""
+    data = entry.read(0, min(PREAMBLE.size, entry.size))
+    if len(data) < PREAMBLE.size:
+        raise CorruptEntry(f"truncated: {len(data)} bytes")
+    magic, version, flags, header_bytes, checksum, salt = PREAMBLE.unpack_from(data)
+    if magic != MAGIC:
+        raise CorruptEntry("not a stored chunk")
+    if version != VERSION:
+        raise CorruptEntry(f"format version {version}, this library reads {VERSION}")
+    if flags not in (0, ENCRYPTED) or header_bytes > MAX_HEADER_BYTES:
+        raise CorruptEntry("damaged preamble")
+    stop = PREAMBLE.size + header_bytes
+    header = bytes(entry.read(PREAMBLE.size, min(stop, entry.size)))
+    if len(header) != header_bytes:
         raise CorruptEntry("truncated header")
-    if _header_checksum(preamble.flags, preamble.salt, data) != preamble.checksum:
+    if _header_checksum(flags, salt, header) != checksum:
         raise CorruptEntry("header checksum differs")
-    if preamble.flags & ENCRYPTED and cipher is None:
+    if cipher is None and flags & ENCRYPTED:
         raise ForeignEntry("is encrypted and no secret was given")
-    if cipher is not None and not preamble.flags & ENCRYPTED:
+    if cipher is None:
+        return header, stop, None
+    if not flags & ENCRYPTED:
         raise ForeignEntry("is not encrypted, in a store that is")
-    entry_cipher = cipher.entry(preamble.salt) if cipher is not None else None
-    if entry_cipher is not None:
-        try:
-            data = entry_cipher.decrypt(0, data, _associated_data(preamble.flags, preamble.salt))
-        except CorruptEntry as error:  # the checksum matches, so it is no damage but another secret
-            raise ForeignEntry(str(error)) from error
+    entry_cipher = cipher.entry(salt)
     try:
-        start = aligned(PREAMBLE.size + preamble.header_bytes)
-        return parse_header(json.loads(bytes(data)), start, encrypted=entry_cipher is not None), entry_cipher
-    except PARSE_ERRORS as error:
-        raise CorruptEntry(f"header makes no sense: {str(error)[:100]}") from error
-
-
-def check_piece(stored: Buffer, expected: str, name: str) -> None:
-    """Raise `CorruptEntry` unless a piece has the checksum of the header."""
-    if _checksum(stored) != expected:
-        raise CorruptEntry(f"checksum of block {name} differs")
+        return bytes(entry_cipher.decrypt(0, header, _associated_data(flags, salt))), stop, entry_cipher
+    except CorruptEntry as error:  # the checksum matches, so it is no damage but another secret
+        raise ForeignEntry(str(error)) from error
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
@@ -328,54 +268,11 @@ def _checksum(raw: Buffer) -> str:
     return xxhash.xxh3_64_hexdigest(raw)
 
 
-MAP_FAILED = ctypes.c_void_p(-1).value
-
-
-class PrivateMapping:
-    """The bytes of a file in writable memory. Changes stay in this process.
-
-    The memory stays mapped as long as anything uses it, such as a view or a tensor made of a view.
-
-    Attributes:
-        view: the bytes.
-
-    Raises:
-        OSError: if the file cannot be mapped.
-    """
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        address = _c_library().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)
-        if address == MAP_FAILED:
-            raise _last_error()
-        self._address: int = address
-        memory = (ctypes.c_ubyte * size).from_address(address)
-        # Not at exit: other threads may still use the memory then.
-        weakref.finalize(memory, _c_library().munmap, address, size).atexit = False
-        self.view = memoryview(memory).cast("B")
-
-    def advise(self, advice: int, start: int, stop: int) -> None:
-        """Advise the system about a range of the bytes, see `madvise`; `start` is a multiple of the page size.
-
-        Raises:
-            OSError: if the system does not know the advice, or a page of the range cannot be read.
-        """
-        if _c_library().madvise(self._address + start, stop - start, advice):
-            raise _last_error()
-
-
 @cache
-def _c_library() -> ctypes.CDLL:
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return library
-
-
-def _last_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
+def _madvise() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
 
 
 MADV_POPULATE_READ, MADV_HUGEPAGE = 22, 14
@@ -414,7 +311,8 @@ class BytesInMemory:
 class MappedFile:
     """An entry in a file that is mapped into memory, so that reading it reads the page cache directly.
 
-    The file is not kept open, so a process may hold more chunks than it may have files open.
+    The file is not kept open, so a process may hold more chunks than it may have files open. It stays mapped as long as
+    anything uses its bytes, such as a tensor made of them, and changes of the bytes stay in this process.
 
     A disk error on a mapped page is a signal that ends the process. Pages are therefore requested before they are
     touched (MADV_POPULATE_READ), which turns the error into an `OSError`; a kernel that cannot do that reads the file
@@ -436,25 +334,31 @@ class MappedFile:
             self.size = os.fstat(descriptor).st_size
             if self.size == 0:
                 raise CorruptEntry("truncated: 0 bytes")
-            # A private mapping: torch needs writable memory, but the file must never change.
-            self._map = PrivateMapping(descriptor, self.size)
+            memory = torch.from_file(f"/dev/fd/{descriptor}", shared=False, size=self.size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise OSError(f"{path} cannot be mapped: {error}") from error
         finally:
             os.close(descriptor)
-        self._path = path
+        self._path, self._address, self._view = path, memory.data_ptr(), memory.numpy().data
         if not header_only:
             with suppress(OSError):  # a kernel without large pages
-                self._map.advise(MADV_HUGEPAGE, 0, self.size)
+                self._advise(MADV_HUGEPAGE, 0, self.size)
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return a range of the file."""
         first = start - start % mmap.PAGESIZE
         try:
-            self._map.advise(MADV_POPULATE_READ, first, min(stop, self.size))
+            self._advise(MADV_POPULATE_READ, first, min(stop, self.size))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise OSError(error.errno, f"{self._path} cannot be read") from error
             return self._read_again(start, stop)
-        return self._map.view[start:stop]
+        return self._view[start:stop]
+
+    def _advise(self, advice: int, start: int, stop: int) -> None:
+        if _madvise()(self._address + start, stop - start, advice):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def _read_again(self, start: int, stop: int) -> memoryview:
         with open(os.open(self._path, OPEN_FLAGS), "rb") as file:
@@ -462,40 +366,19 @@ class MappedFile:
             return memoryview(bytearray(file.read(stop - start)))
 
 
-def open_header(entry: EntryBytes, cipher: StoreCipher | None = None) -> tuple[Header, EntryCipher | None]:
-    """Read and check an entry's header, and compare the entry's size with it.
-
-    Raises:
-        CorruptEntry: with what is wrong.
-        OSError: if the bytes cannot be read.
-    """
-    preamble = Preamble.parse(entry.read(0, min(PREAMBLE.size, entry.size)))
-    stop = PREAMBLE.size + preamble.header_bytes
-    header, entry_cipher = read_header(preamble, entry.read(PREAMBLE.size, min(stop, entry.size)), cipher)
-    if header.size != entry.size:
-        raise CorruptEntry(f"truncated: {entry.size:,} bytes of {header.size:,}")
-    return header, entry_cipher
-
-
-def open_chunk(entry: EntryBytes, cipher: StoreCipher | None = None) -> tuple[Header, ChunkKV]:
+def open_chunk(entry: EntryBytes, cipher: StoreCipher | None = None) -> tuple[ChunkKey, ChunkKV]:
     """Open an entry without reading its blocks.
 
     Raises:
+        ForeignEntry: if the entry is under another secret, or encrypted and the store is not, or the other way round.
         CorruptEntry: if its header is damaged; a damaged block raises the same when it is read.
         OSError: if the bytes cannot be read.
     """
-    header, entry_cipher = open_header(entry, cipher)
-    chunk = ChunkKV(
-        header.tokens,
-        header.layers,
-        header.dtype,
-        header.kv_dtype,
-        header.expires,
-        StoredBlocks(entry, header, entry_cipher),
-        header.notes,
-        header.extras,
-    )
-    return header, chunk
+    header, stop, entry_cipher = _read_header(entry, cipher)
+    try:
+        return _parse_header(json.loads(header), entry, aligned(stop), entry_cipher)
+    except PARSE_ERRORS as error:
+        raise CorruptEntry(f"header makes no sense: {str(error)[:100]}") from error
 
 
 def check_key(stored: ChunkKey, key: ChunkKey | None, address: str) -> None:
@@ -506,16 +389,31 @@ def check_key(stored: ChunkKey, key: ChunkKey | None, address: str) -> None:
 
 
 class StoredBlocks(Blocks):
-    """The blocks of an entry as tensors, checked when they are first read."""
+    """The blocks of an entry as tensors, checked when they are first read.
 
-    def __init__(self, entry: EntryBytes, header: Header, cipher: EntryCipher | None) -> None:
-        self._entry, self._start, self._cipher = entry, header.start, cipher
-        self._blocks = {block.name: block for block in header.blocks}
+    Args:
+        entry: its bytes.
+        start: offset of the first block.
+        blocks: in the order of their offsets.
+        cipher: of an encrypted entry.
+
+    Attributes:
+        ranges: the blocks by name.
+
+    Raises:
+        CorruptEntry: if the entry has another size than its blocks.
+    """
+
+    def __init__(self, entry: EntryBytes, start: int, blocks: Sequence[BlockRange], cipher: EntryCipher | None) -> None:
+        if entry.size != (size := start + blocks[-1].end):
+            raise CorruptEntry(f"truncated: {entry.size:,} bytes of {size:,}")
+        self._entry, self.start, self._cipher = entry, start, cipher
+        self.ranges = {block.name: block for block in blocks}
         self._read: dict[str, Tensor] = {}  # blocks read as a whole
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._read:
-            block = self._blocks[name]
+            block = self.ranges[name]
             self._read[name] = self._read_pieces(block, 0, len(block.checksums))
         return self._read[name]
 
@@ -524,26 +422,27 @@ class StoredBlocks(Blocks):
         if name in self._read:
             return self._read[name][start:stop]
         if start >= stop:
-            block = self._blocks[name]
+            block = self.ranges[name]
             return torch.empty((0, *block.shape[1:]), dtype=block.dtype)
         first = start // ROWS_PER_PIECE
-        rows = self._read_pieces(self._blocks[name], first, -(-stop // ROWS_PER_PIECE))
+        rows = self._read_pieces(self.ranges[name], first, -(-stop // ROWS_PER_PIECE))
         return rows[start - first * ROWS_PER_PIECE : stop - first * ROWS_PER_PIECE]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._blocks)
+        return iter(self.ranges)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.ranges)
 
     def _read_pieces(self, block: BlockRange, start: int, stop: int) -> Tensor:
         """Read and check pieces `start <= i < stop`, which are stored one after the other."""
         begin, end = block.range(start, stop)
-        stored = self._entry.read(self._start + begin, self._start + end)
+        stored = self._entry.read(self.start + begin, self.start + end)
         size = block.piece_bytes
         for index in range(start, stop):
             offset = (index - start) * size
-            check_piece(stored[offset : offset + size], block.checksums[index], block.name)
+            if _checksum(stored[offset : offset + size]) != block.checksums[index]:
+                raise CorruptEntry(f"checksum of block {block.name} differs")
         raw = stored if self._cipher is None else memoryview(self._decrypted(self._cipher, block, start, stored))
         return torch.frombuffer(raw, dtype=block.dtype).reshape(-1, *block.shape[1:])
 

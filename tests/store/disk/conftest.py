@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,3 +20,11 @@ def folder(tmp_path: Path) -> Path:
 def store(folder: Path) -> Iterator[DiskStore]:
     with DiskStore(folder) as store:
         yield store
+
+
+@pytest.fixture
+def gone() -> int:
+    """Give the id of a process that is no more."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import DiskStore
+from qcfuse_rag import DiskStore, KVStore
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.testing import example_chunk, example_key
 
@@ -30,12 +30,12 @@ def taken(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.rglob("*") if p.suffix in (".kv", ".part"))
 
 
-def put(store: DiskStore, *numbers: int, **options: float) -> None:
+def put(store: KVStore, *numbers: int, **options: float) -> None:
     for number in numbers:
         store.put(example_key(number), example_chunk(number), **options)
 
 
-def present(store: DiskStore, count: int) -> list[bool]:
+def present(store: KVStore, count: int) -> list[bool]:
     return [example_key(number) in store for number in range(count)]
 
 

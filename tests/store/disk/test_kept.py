@@ -17,14 +17,6 @@ from qcfuse_rag.store.testing import FINGERPRINT, assert_same, example_chunk, ex
 from tests.store.disk.folders import ENTRY, KEY, in_a_child, put, taken
 
 
-def test_a_restart_loses_nothing(folder: Path) -> None:
-    with DiskStore(folder) as store:
-        put(store, 0, 1)
-    with DiskStore(folder) as store:
-        assert_same(store.get(KEY), example_chunk())
-        assert store.stats()[0].entries == 2
-
-
 def test_another_process_reads_what_this_one_wrote_and_the_other_way_round(store: DiskStore, folder: Path) -> None:
     def read_and_write() -> None:
         with DiskStore(folder) as other:
@@ -62,7 +54,7 @@ def test_another_models_chunks_are_a_miss_that_names_the_difference(store: DiskS
         assert list(again.models().values()) == [FINGERPRINT.fields()]
 
 
-@pytest.mark.parametrize("content", [b"", b"no JSON", b"[1]", b"\xff"])
+@pytest.mark.parametrize("content", [b"no JSON", b"[1]"])
 def test_an_unreadable_record_of_a_model_locks_nothing(folder: Path, content: bytes) -> None:
     with DiskStore(folder) as store:
         put(store, 0)

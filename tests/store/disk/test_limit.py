@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore
-from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, present, put, taken
 
@@ -56,18 +55,6 @@ def test_the_limit_holds_for_all_writers_together(folder: Path) -> None:
     assert taken(folder) <= limit
 
 
-def test_what_is_pinned_is_not_evicted(folder: Path) -> None:
-    with DiskStore(folder, 3 * ENTRY, eviction="lru") as store:
-        put(store, 0)
-        assert store.pin(KEY)
-        put(store, *range(1, 8))
-        assert_same(store.get(KEY), example_chunk())
-        assert [entry.address for entry in store.entries() if entry.pinned] == [KEY.address]
-        store.pin(KEY, pinned=False)
-        put(store, *range(8, 12))
-        assert KEY not in store
-
-
 def test_what_is_pinned_stays_so_when_replaced_and_after_a_restart(folder: Path) -> None:
     with DiskStore(folder) as store:
         put(store, 0)
@@ -78,30 +65,12 @@ def test_what_is_pinned_stays_so_when_replaced_and_after_a_restart(folder: Path)
         assert [entry.pinned for entry in store.entries()] == [True]
 
 
-def test_if_everything_is_pinned_nothing_fits_and_the_error_says_why(folder: Path) -> None:
-    with DiskStore(folder, 2 * ENTRY) as store:
-        for number in range(2):
-            put(store, number)
-            store.pin(example_key(number))
-        with pytest.raises(StoreError, match=f"does not fit .* of which {2 * ENTRY:,} are pinned and 0 being written"):
-            put(store, 2)
-        assert present(store, 3) == [True, True, False]
-
-
 def test_uses_count_over_a_restart(folder: Path) -> None:
     with DiskStore(folder, 2 * ENTRY, eviction="lfu") as store:
         put(store, 0, 1)
         store.get(KEY)
     with DiskStore(folder) as store:
         put(store, 2)
-        assert present(store, 3) == [True, False, True]
-
-
-def test_the_small_and_dear_is_kept_before_the_large_and_cheap(folder: Path) -> None:
-    with DiskStore(folder, 4 * ENTRY) as store:
-        put(store, 0, saved_ms=5000.0)
-        store.put(example_key(1), example_chunk(1, n_tokens=200), saved_ms=10.0)
-        put(store, 2, saved_ms=20.0)
         assert present(store, 3) == [True, False, True]
 
 
@@ -132,11 +101,3 @@ def test_a_limit_that_is_lowered_holds_from_then_on(folder: Path) -> None:
     with DiskStore(folder, taken // 16) as store:
         assert [entry.address for entry in store.entries()] == [example_key(3).address], "what is pinned stays"
         assert "more than its limit, pinned ones" in str(store.health()[0].problems)
-
-
-def test_an_entry_larger_than_the_limit_is_an_error_that_says_so(folder: Path) -> None:
-    with DiskStore(folder, 2 * ENTRY) as store:
-        put(store, 0)
-        with pytest.raises(StoreError, match=rf"a chunk of [\d,]+ bytes does not fit a store of {2 * ENTRY:,} bytes$"):
-            store.put(example_key(1), example_chunk(1, n_tokens=500))
-        assert_same(store.get(KEY), example_chunk())

@@ -8,18 +8,8 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore
-from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.testing import assert_same, example_chunk
+from qcfuse_rag.store.testing import example_chunk
 from tests.store.disk.folders import ENTRY, KEY, later, present, put, taken
-
-
-def test_an_entry_is_gone_when_its_time_is_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with DiskStore(folder, ttl_s=60.0) as store:
-        put(store, 0)
-        assert_same(store.get(KEY), example_chunk())
-        later(monkeypatch, 61.0)
-        assert store.get(KEY) == Miss("expired")
-        assert (KEY in store, taken(folder), store.stats()[0].size_bytes) == (False, 0, 0)
 
 
 def test_expired_entries_go_before_all_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,12 +20,6 @@ def test_expired_entries_go_before_all_others(folder: Path, monkeypatch: pytest.
         later(monkeypatch, 61.0)
         put(store, 3)
         assert present(store, 4) == [False, True, True, True]
-
-
-def test_an_expiry_of_its_own_counts_before_the_stores(folder: Path) -> None:
-    with DiskStore(folder, ttl_s=60.0) as store:
-        store.put(KEY, example_chunk().with_expiry(4e9))
-        assert [round(entry.expires or 0.0) for entry in store.entries()] == [4_000_000_000]
 
 
 def test_what_is_in_quarantine_lasts_no_longer_than_it_would_have(

@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.entry.codec import BytesInMemory, Header, encode, open_chunk
+from qcfuse_rag.store.entry.codec import BlockRange, BytesInMemory, StoredBlocks, encode, open_chunk
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.testing import example_key
 
@@ -22,8 +22,14 @@ def written(chunk: ChunkKV, cipher: StoreCipher | None = None) -> bytes:
     return b"".join(encode(example_key(), chunk, cipher=cipher))
 
 
-def opened(data: bytes, cipher: StoreCipher | None = None) -> tuple[Header, ChunkKV]:
-    return open_chunk(BytesInMemory(data), cipher)
+def opened(data: bytes, cipher: StoreCipher | None = None) -> ChunkKV:
+    return open_chunk(BytesInMemory(data), cipher)[1]
+
+
+def place_of(chunk: ChunkKV, name: str) -> tuple[BlockRange, int]:
+    """Return where a block is among the others, and where the first of them begins in its entry."""
+    assert isinstance(chunk.blocks, StoredBlocks)
+    return chunk.blocks.ranges[name], chunk.blocks.start
 
 
 class CountingSource(BytesInMemory):

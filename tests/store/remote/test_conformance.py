@@ -16,10 +16,10 @@ from qcfuse_rag.store.testing import KVStoreTests
 from tests.store.remote.entries import SECRET
 
 
-class TestMemoryBucket(KVStoreTests):
-    @pytest.fixture
-    def store(self, in_memory: FsspecBlobs) -> Iterator[KVStore]:
-        with RemoteStore(in_memory) as store:
+class TestBuckets(KVStoreTests):
+    @pytest.fixture(params=["memory", "gs", "cloud"])
+    def store(self, request: pytest.FixtureRequest) -> Iterator[KVStore]:
+        with RemoteStore(FsspecBlobs(f"{request.param}://{uuid.uuid4()}/kv")) as store:
             yield store
 
 
@@ -27,21 +27,6 @@ class TestSharedFolder(KVStoreTests):
     @pytest.fixture
     def store(self, in_folder: FsspecBlobs) -> Iterator[KVStore]:
         with RemoteStore(in_folder, kv_dtype="int8") as store:
-            yield store
-
-
-@pytest.mark.parametrize("protocol", ["gs", "cloud"])
-class TestAsynchronousBucket(KVStoreTests):
-    @pytest.fixture
-    def store(self, protocol: str) -> Iterator[KVStore]:
-        with RemoteStore(FsspecBlobs(f"{protocol}://{uuid.uuid4()}/kv")) as store:
-            yield store
-
-
-class TestRedis(KVStoreTests):
-    @pytest.fixture
-    def store(self, on_redis: RedisBlobs) -> Iterator[KVStore]:
-        with RemoteStore(on_redis) as store:
             yield store
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.backends.base import Health, Miss
 from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
 from qcfuse_rag.store.backends.remote import BlobStore, RemoteStore
 from qcfuse_rag.store.testing import example_key
@@ -22,7 +22,7 @@ def test_health_ends_a_rest_that_is_over(away: type[Away]) -> None:
 
 
 def test_health_leaves_nothing_behind(blobs: BlobStore) -> None:
-    assert RemoteStore(blobs).health()[0].to_dict() == {"kind": f"remote {blobs.kind}", "ok": True, "problems": ()}
+    assert RemoteStore(blobs).health() == [Health(f"remote {blobs.kind}", ok=True)]
     assert list(blobs.names()) == []
 
 
