@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from qcfuse_rag.errors import CorruptEntry, StoreError
-from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss, check_entry
+from qcfuse_rag.store.backends.base import KVStore, Miss, check_entry
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.files import FILES_BESIDE, FOLDERS
 from qcfuse_rag.store.backends.index import DiskQuota
@@ -67,21 +67,7 @@ def move(
     Raises:
         StoreError: if the target cannot be written; entries that were moved before stay moved.
     """
-    report = ChangeReport()
-    for address, key, chunk, entry in _opened(source, addresses, report, progress):
-        try:
-            converted = to_store_format(chunk, target.kv_dtype)
-            target.put(key, converted, saved_ms=entry.saved_ms if entry else None)
-        except (CorruptEntry, OSError) as error:
-            _report_unreadable(source, address, error, report)
-            continue
-        target.flush()
-        report.done += 1
-        report.bytes_before += entry.size_bytes if entry else 0
-        report.bytes_after += converted.nbytes
-        if not keep:
-            source.discard(address)
-    return report
+    return _copy(source, target, lambda chunk: to_store_format(chunk, target.kv_dtype), addresses, progress, keep=keep)
 
 
 def rewrite(
@@ -99,44 +85,51 @@ def rewrite(
     check_kv_dtype(kv_dtype)
     if kv_dtype == LOSSLESS:
         raise ValueError("lost precision does not come back; discard the entries and warm them again")
+
+    def smaller(chunk: ChunkKV) -> ChunkKV | None:
+        return None if chunk.kv_dtype == kv_dtype or chunk.kv_dtype in RANKS else to_format(chunk, kv_dtype)
+
+    return _copy(store, store, smaller, addresses, progress, keep=True)
+
+
+def _copy(
+    source: KVStore,
+    target: KVStore,
+    convert: Callable[[ChunkKV], ChunkKV | None],
+    addresses: Iterable[str] | None,
+    progress: Progress | None,
+    *,
+    keep: bool,
+) -> ChangeReport:
+    """Put entries into a store, converted; those for which `convert` returns None stay as they are."""
     report = ChangeReport()
-    for address, key, chunk, entry in _opened(store, addresses, report, progress):
-        if chunk.kv_dtype == kv_dtype or chunk.kv_dtype in RANKS:
-            report.unchanged += 1
-            continue
-        try:
-            smaller = to_format(chunk, kv_dtype)
-        except (CorruptEntry, OSError) as error:
-            _report_unreadable(store, address, error, report)
-            continue
-        store.put(key, smaller, saved_ms=entry.saved_ms if entry else None)
-        report.done += 1
-        report.bytes_before += chunk.nbytes
-        report.bytes_after += smaller.nbytes
-    return report
-
-
-def _opened(
-    store: KVStore, addresses: Iterable[str] | None, report: ChangeReport, progress: Progress | None
-) -> Iterator[tuple[str, ChunkKey, ChunkKV, EntryInfo | None]]:
-    """Yield each entry that can be opened, and what the store knew of it; report the others as missing."""
-    known = {entry.address: entry for entry in store.entries()}
+    known = {entry.address: entry for entry in source.entries()}
     wanted = list(known if addresses is None else addresses)
     for done, address in enumerate(wanted, start=1):
-        opened = store.open(address)
+        opened = source.open(address)
         if isinstance(opened, Miss):
             report.missing[address] = opened.reason
         else:
-            yield address, *opened, known.get(address)
+            try:
+                converted = convert(opened[1])
+                if converted is None:
+                    report.unchanged += 1
+                else:
+                    saved_ms = known[address].saved_ms if address in known else None
+                    target.put(opened[0], converted, saved_ms=saved_ms)
+                    target.flush()
+                    report.done += 1
+                    report.bytes_before += opened[1].nbytes
+                    report.bytes_after += converted.nbytes
+                    if not keep:
+                        source.discard(address)
+            except (CorruptEntry, OSError) as error:
+                if isinstance(error, CorruptEntry):  # a disk may fail only for a while
+                    source.discard(address, str(error))
+                report.missing[address] = str(error)
         if progress is not None:
             progress(done, len(wanted))
-
-
-def _report_unreadable(store: KVStore, address: str, error: Exception, report: ChangeReport) -> None:
-    """Report an entry that cannot be read, and discard it if it is damaged; a disk may fail only for a while."""
-    if isinstance(error, CorruptEntry):
-        store.discard(address, str(error))
-    report.missing[address] = str(error)
+    return report
 
 
 @dataclass(slots=True)
@@ -179,8 +172,8 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
         before = quota.index.size()
         with quota.index.transact():
             report.leftovers = quota.reclaim()
-        report.lost = quota.remove_lost()
-        report.found, report.damaged = quota.index_new_files()
+            report.lost = quota.remove_lost()
+            report.found, report.damaged = quota.index_new_files()
         report.reclaimed_bytes = max(0, before - quota.index.size())
 
     try:

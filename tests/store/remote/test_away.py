@@ -10,10 +10,10 @@ import pytest
 import redis
 
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.backends.base import Health, Miss
 from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
 from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
-from qcfuse_rag.store.backends.remote import RemoteStore, open_remote
+from qcfuse_rag.store.backends.remote import BlobStore, RemoteStore, open_remote
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.remote.entries import NAME
 from tests.store.remote.filesystems import Away, Cloud
@@ -149,3 +149,24 @@ def test_one_bad_blob_does_not_make_the_others_wait(server: RedisProcess) -> Non
     assert [entry.address for entry in store.entries()] == [example_key(1).address]
     store.put(example_key(), example_chunk())
     assert_same(store.get(example_key()), example_chunk())
+
+
+def test_health_ends_a_rest_that_is_over(away: type[Away]) -> None:
+    store = RemoteStore(FsspecBlobs("away://rest/kv"), pause_s=1000.0)
+    away.down = True
+    assert isinstance(store.get(example_key()), Miss)
+    away.down = False
+    assert store.get(example_key()) == Miss("remote away cannot be reached: no route to host")
+    assert store.health()[0].ok
+    assert store.get(example_key()) == Miss("absent")
+
+
+def test_health_leaves_nothing_behind(blobs: BlobStore) -> None:
+    assert RemoteStore(blobs).health() == [Health(f"remote {blobs.kind}", ok=True)]
+    assert list(blobs.names()) == []
+
+
+def test_health_tells_of_a_remote_that_forgets(in_memory: FsspecBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_memory, "write", lambda *arguments: None)
+    [health] = RemoteStore(in_memory).health()
+    assert health.problems == ("does not return what was written; is it full, or is there a proxy in between?",)
