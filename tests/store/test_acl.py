@@ -182,22 +182,17 @@ def test_a_capture_that_met_a_secret_is_not_kept(engine: FusionEngine) -> None:
     assert sum(1 for _ in engine.store.entries()) == before + 1, "the other way round is allowed"
 
 
-def test_access_outlives_the_process_and_naming_nobody_keeps_it(llama: LanguageModel, tmp_path: Path) -> None:
+def test_access_outlives_the_process_the_document_and_who_names_nobody(llama: LanguageModel, tmp_path: Path) -> None:
     with DiskStore(tmp_path / "kv") as store:
-        make_engine(llama, store).warm([SECRET], sources=["vault"], access={"vault": "board"})
+        engine = make_engine(llama, store)
+        engine.warm([SECRET], sources=["vault"], access={"vault": "board"})
+        engine.forget("vault")
     with DiskStore(tmp_path / "kv") as store:
         again = make_engine(llama, store)
         again.warm([SECRET, PASSAGES[0]], sources=["vault", "a"], bases=(ENRICHED,), neighbours=[[1], [0]])
         assert context_of(enriched(again, PASSAGES[0])) == ()
         again.warm([SECRET], sources=["vault"], access={"vault": None})
         assert not again.corpus.open_sources().has_restricted()
-
-
-def test_a_document_that_is_deleted_and_added_again_is_as_restricted_as_before(engine: FusionEngine) -> None:
-    engine.warm([SECRET], sources=["vault"], access={"vault": "board"})
-    engine.forget("vault")
-    engine.warm([SECRET, PASSAGES[0]], sources=["vault", "a"], bases=(ENRICHED,), neighbours=[[1], [0]])
-    assert context_of(enriched(engine, PASSAGES[0])) == ()
 
 
 def test_what_no_document_has_is_remembered_by_nobody_once_there_are_tags(engine: FusionEngine) -> None:

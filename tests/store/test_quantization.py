@@ -117,7 +117,7 @@ def test_nothing_of_its_rank_is_nearer(shape: tuple[int, int, int], kv_dtype: st
     """Eckart and Young: what is left is what the singular values left out say, which numpy computes by itself."""
     original = torch.randn(shape)
     left, right = factorize(original, kv_dtype)
-    rank = min(RANKS[kv_dtype], shape[0])
+    rank = min(RANKS[kv_dtype], shape[0], shape[1] * shape[2])
     assert (left.shape, right.shape) == ((shape[0], rank), (rank, *shape[1:]))
     off = multiply_factors(left, right, torch.float32) - original
     singular = np.linalg.svd(original.reshape(shape[0], -1).numpy().astype(np.float64), compute_uv=False)

@@ -20,6 +20,7 @@ from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.factory import DEFAULT_KV_DTYPE
 from qcfuse_rag.store.quantization import LOSSLESS
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from tests.store.disk.folders import file_of
 from tests.support.cli import Run
 
 SECRET = b"sixteen or more random bytes"
@@ -266,3 +267,22 @@ def test_workers_of_a_process_with_a_secret_need_it_too(tmp_path: Path, monkeypa
         assert store.encrypted
     with pytest.raises(StoreError, match="under another secret"):
         open_store(**{**by_environment.store, "secret": SECRET[::-1]})
+
+
+def test_an_older_copy_of_an_entry_is_taken_for_the_entry_and_that_of_another_key_or_secret_is_not(
+    tmp_path: Path,
+) -> None:
+    """An older copy is not detected; see SECURITY.md."""
+    ciphers = {"kv": StoreCipher(SECRET), "forged": StoreCipher(SECRET[::-1])}
+    for folder, key in (("kv", example_key()), ("kv", example_key(1)), ("forged", example_key())):
+        with DiskStore(tmp_path / folder, cipher=ciphers[folder]) as store:
+            store.put(key, example_chunk(1))
+    with DiskStore(tmp_path / "kv", cipher=ciphers["kv"]) as store:
+        path = file_of(store)
+        older = path.read_bytes()
+        store.put(example_key(), example_chunk(2))
+        path.write_bytes(older)
+        assert_same(store.get(example_key()), example_chunk(1))
+        for copied in (file_of(store, 1), tmp_path / "forged" / path.relative_to(tmp_path / "kv")):
+            path.write_bytes(copied.read_bytes())
+            assert isinstance(store.get(example_key()), Miss)

@@ -33,6 +33,7 @@ from qcfuse_rag.server.serve import LibraryServer, ServerSettings
 from qcfuse_rag.store.admin import fsck
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
+from tests.store.test_forget_while_warming import entries, forget, warm
 from tests.stress.campaign import Tally, sized
 from tests.stress.processes import Counters, fork, kill, wait
 from tests.support.engines import make_engine
@@ -50,7 +51,7 @@ def test_forget_while_a_killed_job_warms(tmp_path: Path, llama: LanguageModel) -
     tally, rng = Tally("forget x warm x kill"), random.Random(0)
     folder = tmp_path / "kv"
     warm(llama, folder, KEPT, "kept")
-    kept = addresses(folder)
+    kept = entries(folder)
     started = time.monotonic()
     warm(llama, folder, TEXTS, "report")
     seconds = 1.5 * (time.monotonic() - started)
@@ -73,8 +74,8 @@ def test_forget_while_a_killed_job_warms(tmp_path: Path, llama: LanguageModel) -
                 tally.errors.append("the document is back, and its job began before it was forgotten")
         check(tally, folder, kept)
         forget(folder)  # a job that began after the forgetting has its document back
-        if addresses(folder) != kept:
-            tally.errors.append(f"{len(addresses(folder) - kept)} entries stay, {len(kept - addresses(folder))} lost")
+        if entries(folder) != kept:
+            tally.errors.append(f"{len(entries(folder) - kept)} entries stay, {len(kept - entries(folder))} lost")
     tally.finish()
 
 
@@ -82,7 +83,7 @@ def check(tally: Tally, folder: Path, kept: set[str]) -> None:
     """Check that every entry has an owner after garbage collection, and that fsck named those that had none."""
     with DiskStore(folder) as store, closing(Sources(store)) as sources:
         owned = {address for name in sources.names() for address in sources.addresses(name)}
-        stored = {address for address, _ in store.files.entries()}
+        stored = entries(folder)
         left = stored - owned - kept
         tally.reads += len(stored)
         tally.note("trials after which the document is there", "report" in sources.names())
@@ -90,7 +91,7 @@ def check(tally: Tally, folder: Path, kept: set[str]) -> None:
         if set(fsck(store).ownerless) != left:
             tally.errors.append(f"fsck does not name {left - set(fsck(store).ownerless)}")
         sources.garbage.collect_ownerless()
-        if {address for address, _ in store.files.entries()} - owned - kept:
+        if entries(folder) - owned - kept:
             tally.errors.append("an entry without an owner stays")
 
 
@@ -108,32 +109,13 @@ def warm_and_record(lm: LanguageModel, folder: Path, times: Counters) -> None:
 
 def forget_and_record(folder: Path, times: Counters) -> None:
     """Forget the document, and record when that began."""
-    with DiskStore(folder) as store, closing(Sources(store)) as sources:
-        times.add(0, "forgotten", time.monotonic_ns())
-        sources.forget("report")
+    times.add(0, "forgotten", time.monotonic_ns())
+    forget(folder)
 
 
 def report_is_there(folder: Path) -> bool:
     with DiskStore(folder) as store, closing(Sources(store)) as sources:
         return "report" in sources.names()
-
-
-def forget(folder: Path) -> None:
-    with DiskStore(folder) as store, closing(Sources(store)) as sources:
-        sources.forget("report")
-
-
-def warm(lm: LanguageModel, folder: Path, texts: list[str], source: str) -> None:
-    with DiskStore(folder) as store:
-        engine = make_engine(lm, store)
-        engine.warm(texts, sources=[source] * len(texts), batch_tokens=1)
-        engine.corpus.close()
-
-
-def addresses(folder: Path) -> set[str]:
-    """Return the addresses of all entries that are stored."""
-    with DiskStore(folder) as store:
-        return {address for address, _ in store.files.entries()}
 
 
 class RunningLibrary:

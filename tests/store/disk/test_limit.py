@@ -1,8 +1,9 @@
-"""A store on disk stays within its limit at every moment."""
+"""A store on disk stays within its limit at every moment, and expired entries make room first."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
-from tests.store.disk.folders import ENTRY, KEY, present, put, taken
+from tests.store.disk.folders import ENTRY, KEY, later, present, put, taken
 
 
 @pytest.mark.parametrize("eviction", ["cost", "lru", "lfu"])
@@ -101,3 +102,39 @@ def test_a_limit_that_is_lowered_holds_from_then_on(folder: Path) -> None:
     with DiskStore(folder, taken // 16) as store:
         assert [entry.address for entry in store.entries()] == [example_key(3).address], "what is pinned stays"
         assert "more than its limit, pinned ones" in str(store.health()[0].problems)
+
+
+def test_expired_entries_go_before_all_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskStore(folder, 3 * ENTRY) as store:
+        store.put(KEY, example_chunk().with_expiry(time.time() + 60.0), saved_ms=1e6)
+        store.pin(KEY)
+        put(store, 1, 2)
+        later(monkeypatch, 61.0)
+        put(store, 3)
+        assert present(store, 4) == [False, True, True, True]
+
+
+def test_what_is_in_quarantine_lasts_no_longer_than_it_would_have(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore(folder, ttl_s=60.0) as store:
+        put(store, 0)
+        store.discard(KEY, "looks odd")
+        put(store, 1)
+        assert taken(folder) == 2 * ENTRY
+        later(monkeypatch, 61.0)
+        put(store, 2)
+        assert list((folder / "quarantine").iterdir()) == []
+        assert store.stats()[0].size_bytes == taken(folder) == ENTRY
+
+
+def test_what_was_over_when_it_was_found_damaged_makes_room_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore(folder, ttl_s=60.0) as store:
+        put(store, 0)
+        later(monkeypatch, 61.0)
+        store.discard(KEY, "looks odd")
+        later(monkeypatch, 62.0)
+        put(store, 1)
+        assert list((folder / "quarantine").iterdir()) == []
