@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +71,10 @@ def methods_table() -> Table:
     return table
 
 
+BLOCK_ATTENTION = re.compile(r"block[-_ ]?(ft|att)", re.IGNORECASE)
+"""Matches the names of checkpoints that were trained to read blocks (Block-Attention, arXiv 2409.15355)."""
+
+
 def check_model(config: EngineConfig) -> dict[str, Any]:
     """Return JSON data on a model's exactness of reuse; it has a `reason` if the model is not `supported`."""
     name = config.model or default_model()
@@ -82,6 +87,7 @@ def check_model(config: EngineConfig) -> dict[str, Any]:
         "model": name,
         "supported": check.passed,
         "adapter_of": adapter_base(name),
+        "block_attention": BLOCK_ATTENTION.search(name) is not None,
         "architecture": type(lm.model).__name__,
         "layers": lm.n_layers,
         "dtype": lm.fingerprint.dtype,
@@ -110,6 +116,8 @@ def print_model_check(report: Mapping[str, Any]) -> None:
     OUT.print(f"[green]supported[/green]: {report['architecture']}, {report['layers']} layers, {dtype}")
     if report["adapter_of"]:
         OUT.print(f"  adapter: merged into the weights of {report['adapter_of']}")
+    if report["block_attention"]:
+        OUT.print("  reads passages that were computed alone, by its name: --method reuse --base blind")
     OUT.print(f"  positions: {'; '.join(report['rope'])}")
     OUT.print(f"  context window: {report['context_window']:,} tokens ({report['context_window_reason']})")
     OUT.print(f"  stored size: {size(report['kv_bytes_per_token'])} per token")

@@ -222,6 +222,7 @@ def test_models_check_says_which_model_an_adapter_is_merged_into(
     _, folder = save()
     code, out, _ = run("models", "check", folder, "--device", "cpu")
     assert (code, f"adapter: merged into the weights of {model_folder}" in out.replace("\n", "")) == (0, True), out
+    assert "--base blind" not in out
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(QCFuseError, match=r"run `pip install 'qcfuse-rag\[adapters\]'`"):
         LanguageModel.load(folder, device="cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.fusion.method import BreakEven, VerifiedRatio
 from qcfuse_rag.methods.fusionrag import ENRICHED
-from qcfuse_rag.store.key import FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from qcfuse_rag.verification.cases import Case, passage_cases
 from qcfuse_rag.verification.divergence import Divergence
+from qcfuse_rag.verification.exactness import naive_concatenation, stock_attention
 from qcfuse_rag.verification.sweep import (
     Comparison,
     Reference,
@@ -27,9 +29,10 @@ from qcfuse_rag.verification.sweep import (
 )
 from qcfuse_rag.verification.verdict import Trial
 from tests.support import seams
+from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.families import build_model
-from tests.support.passages import PASSAGES
+from tests.support.passages import PASSAGES, QUESTION
 
 REUSE = make_method("reuse", base=FRAMED)
 OPEN = replace(make_method("random", base=FRAMED), budget=VerifiedRatio(0.05))
@@ -127,6 +130,36 @@ def test_a_method_that_drifts_does_not_pass(engine: FusionEngine) -> None:
     assert (result.passed, result.ratio) == (False, None)
     assert "kl" in result.tried[-1].failed
     assert verify(engine, REUSE, texts=PASSAGES, settings=settings(LOOSE)).passed
+
+
+@pytest.mark.slow
+def test_a_model_trained_to_read_blocks_passes_over_blind_caches_without_recomputed_tokens(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, run: Run
+) -> None:
+    """Its layout is Llama 3.2's; attention in the last layer alone makes it read passages apart as it reads them whole.
+
+    An ordinary model does not pass, see above.
+    """
+    model = build_model(
+        "llama-llama3-rope", num_hidden_layers=2, max_position_embeddings=2048, tie_word_embeddings=True
+    )
+    model.model.layers[0].self_attn.o_proj.weight.data.zero_()
+    model.save_pretrained(tmp_path / "Llama-3.2-1B-Block-FT")
+    tokenizer.save_pretrained(tmp_path / "Llama-3.2-1B-Block-FT")
+    code, out, _ = run("models", "check", tmp_path / "Llama-3.2-1B-Block-FT", "--device", "cpu")
+    assert (code, "by its name: --method reuse --base blind" in " ".join(out.split())) == (0, True)
+    engine = make_engine(LanguageModel.load(str(tmp_path / "Llama-3.2-1B-Block-FT"), device="cpu"), MemoryStore())
+    method = make_method("reuse", base=BLIND)
+    result = verify(engine, method, texts=PASSAGES, settings=settings(VerifyLimits(kl=1e-6, agreement=1.0, loss=0.0)))
+    assert (result.passed, result.ratio, result.label) == (True, 0.0, "reuse over blind"), result
+    engine.warm(PASSAGES, bases=(BLIND,))
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    done = engine.prefill(prompt, method=method)
+    blocks = [torch.tensor(span.segment.ids) for span in prompt.spans]
+    with stock_attention(engine.lm), torch.inference_mode():
+        expected = naive_concatenation(engine.lm, blocks)[-1]
+    assert (done.report.selected, done.report.missing) == ((), ())
+    torch.testing.assert_close(done.logits, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
