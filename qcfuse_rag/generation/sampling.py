@@ -73,7 +73,8 @@ class Constraint:
         self._consumed = 0
         self._matcher = LLMatcher(vocabulary, grammar, log_level=0)
         if self._matcher.is_error():
-            raise InvalidGrammar(f"cannot answer by this grammar: {self._matcher.get_error()}")
+            reason = self._matcher.get_error().partition("\n")[0]  # the grammar follows
+            raise InvalidGrammar(f"cannot answer by this grammar: {reason}")
 
     def mask(self, logits: Tensor) -> Tensor:
         """Return `[vocabulary]` logits with minus infinity for tokens that may not come next."""

@@ -120,7 +120,8 @@ def _metrics_route(metrics: Callable[[], bytes]) -> Route:
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(Failure(error.status_code, str(error.detail)))
+    message = "there is nothing at this path; the API is at /v1" if error.status_code == 404 else str(error.detail)
+    response = error_response(Failure(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
 

@@ -48,6 +48,9 @@ HEADERS = {
 CLIENT_CLOSED = 499
 """Status of the response after the client has disconnected. Nobody receives it."""
 
+UNION_TAG = re.compile(r"str|int|\[key\]|(list|literal)\[.*\]")
+"""Matches what pydantic adds to the path of a value: the type of a union that it tried, or that a key is meant."""
+
 PYDANTIC_CODES = {"missing": "missing_required_parameter", "unsupported": "unsupported_value"}
 """OpenAI's codes by pydantic's kinds of errors."""
 
@@ -100,7 +103,8 @@ def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
         deepest = max(error.errors(include_input=False, include_url=False), key=lambda detail: len(detail["loc"]))
         if deepest["type"] == "json_invalid":
             raise InvalidSetting(f"the body is not JSON: {deepest['ctx']['error']}", code="invalid_json") from error
-        field, fault = ".".join(map(str, deepest["loc"])), deepest["type"]
+        path = [str(part) for part in deepest["loc"] if not UNION_TAG.fullmatch(str(part))]
+        field, fault = ".".join(path), deepest["type"]
         code = "invalid_type" if fault.endswith("_type") else PYDANTIC_CODES.get(fault, "invalid_value")
         raise InvalidSetting(f"{field or 'the body'}: {deepest['msg']}", field or None, code) from error
 

@@ -53,7 +53,7 @@ TYPES_AND_RANGES = [
     ({"messages": "x"}, "messages: Input should be a valid array"),
     (IMAGE, "the model reads text; describe parts of other types, or leave them out: image_url"),
     (user([{"type": "input_audio"}]), "or leave them out: input_audio"),
-    (user([{"type": "text", "text": 7}]), "messages.0.content.list[TextPart].0.text: Input should be a valid string"),
+    (user([{"type": "text", "text": 7}]), "messages.0.content.0.text: Input should be a valid string"),
     ({"temperature": 1, "top_p": -0.1}, "top_p"),
     ({"logprobs": "many"}, "logprobs: Input should be a valid boolean"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: Input should be less"),
@@ -116,6 +116,10 @@ REFUSED = [
         "tool_choice names 'sink', which is not among the given tools: look_up",
     ),
     (schema("x"), "response_format has to be"),
+    (
+        schema({"type": "cough"}),
+        "cannot answer by this grammar: at 1(8): failed to compile JSON schema: Invalid type: cough",
+    ),
     (schema({"anyOf": 5}), "anyOf must be an array"),
     (schema({"properties": {"x": {"prefixItems": 5}}}), "prefixItems must be an array"),
     (schema(nested({"type": "object"}, 150, "items")), "at most 100 levels"),
@@ -133,6 +137,7 @@ REFUSED = [
 async def test_chat_requests(http: httpx.AsyncClient, changes: dict[str, Any], message: str) -> None:
     response = await ask(http, **changes)
     assert (response.status_code, message in error(response)) == (400, True), response.text
+    assert "\n" not in error(response)
 
 
 LONG, USER = user("x " * 4090), ASKED["messages"][0]
@@ -147,6 +152,9 @@ CODES = [
     ({"documents": ["x " * 4090] * 2}, "context_length_exceeded", "messages"),
     ({"messages": None}, "invalid_type", "messages"),
     ({"messages": [{"content": "x"}]}, "missing_required_parameter", "messages.0.role"),
+    (user(7), "invalid_type", "messages.0.content"),
+    (user([7]), "invalid_type", "messages.0.content.0"),
+    ({"logit_bias": {" ferry": 1}}, "invalid_value", "logit_bias. ferry"),
     ({"top_k": -2}, "invalid_value", "top_k"),
     ({"min_tokens": 5}, "unsupported_parameter", "min_tokens"),
     ({"logit_bias": {"99999999": 1}}, "invalid_value", "logit_bias"),
@@ -201,6 +209,8 @@ async def test_long_answers_are_cut_to_what_fits(
     [
         ({"prompt": None}, "prompt"),
         ({"prompt": []}, "prompt has no text"),
+        ({"prompt": ""}, "prompt has no text"),
+        ({"prompt": ["x", ""]}, "prompt has no text"),
         ({"prompt": [1, 2, 3]}, "token ids are not supported"),
         ({"prompt": [[1, 2], [3]]}, "token ids are not supported"),
         ({"prompt": ["x"] * 9}, "9 prompts with 1 answers each, and a request gets at most 8 answers"),
@@ -232,7 +242,21 @@ async def test_bodies_are_as_deep_as_any_part_of_this_can_take(
 
 
 TEXT = {"type": "text", "text": "x"}
+CALL = {"name": "f", "arguments": '{"a": 1}'}
+NEUTRAL: list[dict[str, Any]] = [
+    {"tools": [], "tool_choice": "auto"},
+    {"tools": None, "tool_choice": "none", "parallel_tool_calls": False},
+    {"response_format": {"type": "text"}},
+    {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k"},
+    {"timings_per_token": True, "return_progress": True, "cache_prompt": False, "id_slot": 0},  # llama-server's
+]
 BROKEN_CALLS = ['{"city": "Os', '{"a":1,}', " ", None, "null", "", "[1]", "[" * 100_000]
+
+
+def called(**call: Any) -> dict[str, Any]:
+    """Return a conversation with a call and its result."""
+    result = {"role": "tool", "tool_call_id": "1", "content": "x"}
+    return {"messages": [USER, {"role": "assistant", "content": None, **call}, result, USER]}
 
 
 @pytest.mark.parametrize(
@@ -248,6 +272,12 @@ BROKEN_CALLS = ['{"city": "Os', '{"a":1,}', " ", None, "null", "", "[1]", "[" * 
             {"messages": [{"role": "assistant", "content": None, "refusal": "No."}, USER]},
             {"messages": [{"role": "assistant", "content": "No."}, USER]},
         ),
+        (called(function_call=CALL), called(tool_calls=[{"function": CALL}])),
+        (
+            {"messages": [{"role": "developer", "content": "x"}, USER]},
+            {"messages": [{"role": "system", "content": "x"}, USER]},
+        ),
+        *((neutral, {}) for neutral in NEUTRAL),
         ({"stop": ""}, {}),
         ({"stop": ["", "qq"]}, {"stop": "qq"}),
         ({"top_p": 0, "temperature": 1}, {"temperature": 0}),

@@ -119,6 +119,7 @@ class ChatMessage(BaseModel):
     content: str | FailFastList[TextPart] | None = None
     refusal: str | None = None
     tool_calls: FailFastList[EarlierCall] | None = None
+    function_call: CalledFunction | None = None
 
     @property
     def text(self) -> str:
@@ -129,8 +130,9 @@ class ChatMessage(BaseModel):
     def turn(self) -> dict[str, Any]:
         """Return the message for a chat template, with its content as text."""
         turn: dict[str, Any] = {**(self.model_extra or {}), "role": self.role, "content": self.text}
-        if self.tool_calls:
-            turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        calls = self.tool_calls or (self.function_call and [EarlierCall(function=self.function_call)])
+        if calls:
+            turn["tool_calls"] = [call.for_template() for call in calls]
         return turn
 
 

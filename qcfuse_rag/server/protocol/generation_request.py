@@ -159,7 +159,7 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
         extra = self.model_extra or {}
         for name, value in extra.items():
             if value not in NEUTRAL_VALUES.get(name, (value,)):
-                message = f"{name} is not supported; omit it, or give a schema in response_format if that is meant"
+                message = f"{name} is not supported; omit it. A schema belongs in response_format"
                 raise InvalidSetting(message, name, "unsupported_parameter")
         extra.clear()
         if len(self.stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in self.stops):
@@ -223,7 +223,7 @@ class CompletionRequest(GenerationRequest):
                 raise InvalidSetting(message, name, "unsupported_parameter")
         if not isinstance(self.prompt, str) and not all(isinstance(text, str) for text in self.prompt):
             raise InvalidSetting("prompt has to be text; token ids are not supported", "prompt")
-        if not self.texts:
+        if not (self.texts and all(self.texts)):
             raise InvalidSetting("prompt has no text", "prompt")
         if self.prompt_count * self.answer_count > MAX_ANSWERS:
             raise InvalidSetting(
