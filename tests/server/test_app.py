@@ -177,7 +177,7 @@ async def test_a_host_header_does_not_pass_for_the_health_check(backend: EngineB
 
 
 async def test_what_is_not_there_is_an_error_in_openais_words(http: httpx.AsyncClient) -> None:
-    assert error(await http.get("/nowhere")) == "Not Found"
+    assert "the API is at /v1" in error(await http.get("/nowhere"))
     assert error(await http.get("/v1/chat/completions")) == "Method Not Allowed"
     assert "JSON" in error(await http.post("/v1/chat/completions", content=b"{", headers=JSON))
 
