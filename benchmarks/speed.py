@@ -34,6 +34,7 @@ from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.primer import PRIMER_TOKENS
 from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.models.rope import cache_argument
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.prompts.template import PromptTemplate
@@ -430,7 +431,9 @@ def stock_steps(
     config, ids = lm.model.config.get_text_config(), torch.tensor([[token]], device=lm.device)
 
     def step(cache: Cache) -> torch.Tensor:
-        logits: torch.Tensor = lm.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits: torch.Tensor = lm.model(
+            input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(): cache}
+        ).logits
         return logits
 
     for name, cache in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import signal
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -304,6 +305,8 @@ def main() -> None:
         if stop.code == INTERRUPTED:  # the code with which Typer exits on Ctrl-C
             ERR.print(_interruption())
         raise
+    finally:  # Python waits for threads now; Ctrl-C ends that without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _interruption() -> str:

@@ -38,8 +38,7 @@ def open_engine(
     store: KVStore, config: EngineConfig, settings: LibrarySettings | None = None, *, method: Method | None = None
 ) -> FusionEngine:
     """Load an engine over an open store, which the caller closes; print notes on the bundled and on a changed model."""
-    if config.model is None:
-        print_note("note:", "the bundled model is for the demonstration; `qcfuse models list` names others")
+    print_model_note(config)
     with status("loading the model"):
         config = replace(config, weights=config.weights or "model", verdict="ignore", compiled=False)
         engine = FusionEngine.load(config, store=store, method=method)
@@ -64,6 +63,12 @@ def open_session(library: Path, config: EngineConfig, options: AskOptions) -> It
         engine = open_engine(store, config, settings)
         print_verdict_note(engine)
         yield LibrarySession(engine, retriever, options.top_k, options.fidelity)
+
+
+def print_model_note(config: EngineConfig) -> None:
+    """Print a note on standard error if no model is named."""
+    if config.model is None:
+        print_note("note:", "the bundled model is for the demonstration; `qcfuse models list` names others")
 
 
 def print_verdict_note(engine: FusionEngine) -> None:

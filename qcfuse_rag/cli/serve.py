@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, print_line, print_note, status
-from qcfuse_rag.cli.library import open_engine, print_verdict_note, with_settings
+from qcfuse_rag.cli.library import open_engine, print_model_note, print_verdict_note, with_settings
 from qcfuse_rag.cli.options import ServeOptions
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import QCFuseError
@@ -66,6 +66,7 @@ def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions) ->
 
     if has_secret(library):
         raise QCFuseError("secrets do not leave this machine: serve without --ray, or unset QCFUSE_SECRET")
+    print_model_note(config)
     connect(options.ray or "auto")
     from qcfuse_rag.server.ray_serve import EngineDeployment, run_deployment, stop_deployment
 

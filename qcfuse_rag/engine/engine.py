@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,7 +31,7 @@ from qcfuse_rag.methods import choose_method
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.recognition import prompt_among_turns, prompt_from_text
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
+from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping, turn_starts_of
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore
@@ -205,8 +206,7 @@ class FusionEngine:
         self.prompts.tokens.require_short(question, *passages, *history, *tools, *later, chat_template_kwargs or "")
         builder, find = self.prompts.with_kwargs(chat_template_kwargs), self.corpus.signatures.find
         prompt = prompt_among_turns(builder, find, question, passages, history, tools, later)
-        if ReasoningFormat.of(self.lm.tokenizer) is None:  # reasoning may repeat the prompt
-            prompt = replace(prompt, turn_starts=self.prompts.template.turn_starts)
+        prompt = self._with_turn_starts(prompt, self.prompts.template.turn_starts)
         return self._system_prefixes.with_system_prefix(builder, prompt, builder.turns("", (), history), tools)
 
     def prompt_from_text(
@@ -234,10 +234,21 @@ class FusionEngine:
         """
         prompt = prompt_from_text(self.prompts, self.corpus.signatures.find, conversation, tools, chat_template_kwargs)
         if isinstance(conversation, str):
-            return prompt
+            return self._with_turn_starts(prompt, turn_starts_of(conversation))
+        last = as_mapping(conversation[-1]) if conversation else {}
+        if last.get("role") == "user":
+            prompt = self._with_turn_starts(prompt, turn_starts_of(str(last.get("content"))))
         return self._system_prefixes.with_system_prefix(
             self.prompts.with_kwargs(chat_template_kwargs), prompt, conversation, tools
         )
+
+    def _with_turn_starts(self, prompt: Prompt, turn_starts: tuple[str, ...]) -> Prompt:
+        if not turn_starts:
+            return prompt
+        in_answer, reasoning = None, ReasoningFormat.of(self.lm.tokenizer)
+        if reasoning is not None:  # reasoning may repeat the prompt
+            in_answer = partial(reasoning.in_answer, self.lm.tokenizer, prompt.segments[-1].text)
+        return replace(prompt, turn_starts=turn_starts, in_answer=in_answer)
 
     def chat_prompt(
         self,

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qcfuse_rag.generation.sampling_params import SamplingParams
+from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 FinishReason = Literal["end", "stop", "length", "cancelled"]
@@ -32,13 +33,13 @@ class Completion:
         finish_reason: why the answer is finished, or None before that. `cancelled` is for the caller to set.
     """
 
-    def __init__(self, lm: LanguageModel, params: SamplingParams) -> None:
+    def __init__(self, lm: LanguageModel, params: SamplingParams, prompt: Prompt) -> None:
         self.ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._end_tokens = end_tokens(lm)
         self._max_new_tokens = params.max_new_tokens
         core = lm.tokenizer.backend_tokenizer
-        self._detokenizer = Detokenizer(core, params.stop, special_tokens=params.special_tokens)
+        self._detokenizer = Detokenizer(core, params.stop, prompt, special_tokens=params.special_tokens)
         self._pieces: list[str] = []
 
     @property
@@ -69,12 +70,23 @@ class Detokenizer:
     """Turns a growing sequence of tokens into pieces of text.
 
     Holds back the bytes of an incomplete character, and text that may be the beginning of a stop string, which ends the
-    text and is cut off. The text has special tokens only if asked.
+    text and is cut off. A prompt's `turn_starts` are such strings too, but not in reasoning. The text has special
+    tokens only if asked.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], *, special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...],
+        prompt: Prompt | None = None,
+        *,
+        special_tokens: bool = False,
+    ) -> None:
         self.stopped = False
-        self._tokenizer, self._stop = tokenizer, stop
+        self._tokenizer, self._stop, self._released = tokenizer, stop, ""
+        self._turn_starts, self._in_answer = (
+            (prompt.turn_starts, prompt.in_answer) if prompt is not None else ((), None)
+        )
         self._skip_special_tokens = not special_tokens
         self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
         self._held = ""
@@ -83,10 +95,13 @@ class Detokenizer:
         """Add a token; return the text that is now certain, often empty. Sets `stopped` at a stop string."""
         self._held += self._step(token)
         matches = [start for start in map(self._held.find, self._stop) if start >= 0]
+        turns = [start for start in map(self._held.find, self._turn_starts) if start >= 0]
+        in_answer = self._in_answer
+        matches += [start for start in turns if not in_answer or in_answer(self._released + self._held[:start])]
         if matches:
             self.stopped = True
             return self._release(min(matches))
-        return self._release(len(self._held) - partial_match_length(self._held, self._stop))
+        return self._release(len(self._held) - partial_match_length(self._held, (*self._stop, *self._turn_starts)))
 
     def flush(self) -> str:
         """Return the held text at the end of the answer; an incomplete character is dropped."""
@@ -101,6 +116,7 @@ class Detokenizer:
 
     def _release(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]
+        self._released += text
         return text
 
 

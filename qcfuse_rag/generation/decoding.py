@@ -217,7 +217,6 @@ class Decoder:
     """
 
     def __init__(self, runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> None:
-        params = replace(params, stop=(*params.stop, *prefilled.prompt.turn_starts))
         self._runner, self._prefilled, self._params, self._sampler = runner, prefilled, params, sampler
         self._logits: Tensor | None = prefilled.logits
         self._logprobs: list[TokenLogprob] = []
@@ -225,7 +224,7 @@ class Decoder:
         if params.fidelity == "fast":
             self._lookup = prompt_lookup(runner.lm, prefilled.prompt.ids, params.prompt_lookup_num_tokens)
         self._ahead: deque[tuple[int, Tensor]] = deque()  # candidates with the logits after them
-        self.completion = Completion(runner.lm, params)
+        self.completion = Completion(runner.lm, params, prefilled.prompt)
         self.holds_back = False
         self.passes = 0
 
@@ -444,7 +443,7 @@ class ExactDecoder(Decoder):
 
     def _drop_draft(self) -> None:
         self._drafted, self.holds_back = len(self.completion.ids), False
-        self.completion = Completion(self._runner.lm, self._params)
+        self.completion = Completion(self._runner.lm, self._params, self._prefilled.prompt)
 
     def _survive(self, error: Exception) -> None:
         """Compute the prompt of a draft in full after an error, since its answer has to be exact."""

@@ -80,6 +80,12 @@ class ReasoningFormat:
         tags = str(self.response_template).replace("\\", "")
         return any(token in tags for token in tokens)
 
+    def in_answer(self, tokenizer: PreTrainedTokenizerBase, prompt_end: str, text: str) -> bool:
+        """Return whether a text that follows a prompt ends behind the reasoning; special tags may not be shown."""
+        shown = self.reader(tokenizer, prompt_end).push(text)
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        return bool(shown.text and (shown.reasoning or not self.has_tag_in(special)))
+
     def reader(self, tokenizer: PreTrainedTokenizerBase, prompt_end: str) -> ReasoningReader:
         """Return a reader of one answer; the end of its prompt may have opened the reasoning."""
         if self.opening is not None:

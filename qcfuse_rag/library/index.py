@@ -32,6 +32,8 @@ DATA_FILE = re.compile(rf"(passages(-[0-9a-f]+)?\.jsonl|embeddings(-[0-9a-f]+)?\
 LOG_NAME = "retrievals.jsonl"
 INDEX_FILE = re.compile(rf"{DATA_FILE.pattern}|({re.escape(METADATA)}|{re.escape(LOG_NAME)}){PART}")
 """Name of a file in a passage folder."""
+ALMOST_EQUAL = 0.98
+"""Cosine similarity above which passages may differ in nothing but whitespace."""
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 """Name of the embedding model that is used if none is named; it comes as a wheel."""
 
@@ -102,8 +104,11 @@ class PassageIndex:
 
     def sources_of(self, text: str) -> list[str]:
         """Return the sources of all passages that differ from a text in nothing but whitespace."""
-        words = text.split()
-        return list(dict.fromkeys(passage.source for passage in self.passages if passage.text.split() == words))
+        row, words = next((i for i, passage in enumerate(self.passages) if passage.text == text), None), text.split()
+        if row is None:
+            return []
+        near = [self.passages[i] for i in np.flatnonzero(self.embeddings @ self.embeddings[row] > ALMOST_EQUAL)]
+        return list(dict.fromkeys(passage.source for passage in near if passage.text.split() == words))
 
     def save(self, folder: Path) -> None:
         """Write to a folder, readable by its owner only; readers see the old index or the new one, whole.

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from qcfuse_rag.library.embedder import Embedder
@@ -99,13 +99,18 @@ class Retriever:
 
     def places(self, passages: Iterable[RetrievedPassage]) -> list[str]:
         """Return for people where retrieved passages stand: each document that has one, and its page or heading."""
-        places: list[str] = []
-        for passage in passages:
-            copies = [IndexedPassage(source, passage.text) for source in self.index.sources_of(passage.text)]
-            title = f" ({passage.title})" if passage.title else ""
-            names = zip(copies, self.short_names(copies), strict=True)
-            places += [name + title * (copy.source == passage.source) for copy, name in names]
-        return places
+        copies = self.with_copies(passages)
+        names = zip(self.short_names(copies), copies, strict=True)
+        return [f"{name} ({copy.title})" if copy.title else name for name, copy in names]
+
+    def with_copies(self, passages: Iterable[RetrievedPassage]) -> list[RetrievedPassage]:
+        """Return each passage once for every document that has it; only the one it was found in has a title."""
+        index = self.index
+        return [
+            replace(passage, source=source, title=passage.title if source == passage.source else None)
+            for passage in passages
+            for source in dict.fromkeys([passage.source, *index.sources_of(passage.text)])
+        ]
 
 
 def _title(passages: Sequence[IndexedPassage], row: int) -> str | None:

@@ -23,9 +23,13 @@ from qcfuse_rag.prompts.template import Message
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LibraryAnswer:
-    """An answer over a library: the retrieved passages, best first, with short names, and the stream of its text."""
+    """An answer over a library: the retrieved passages, best first, with short names, and the stream of its text.
+
+    `documents` has each passage once for every document that has it.
+    """
 
     passages: list[RetrievedPassage]
+    documents: list[RetrievedPassage]
     names: list[str]
     places: list[str]
     prompt: Prompt
@@ -55,7 +59,7 @@ class LibraryAnswer:
             "question": question,
             "answer": response.content,
             "reasoning": response.reasoning or None,
-            "documents": [asdict(passage) for passage in self.passages],
+            "documents": [asdict(document) for document in self.documents],
             "tokens": len(generation.ids),
             "finish_reason": generation.finish_reason,
             "decode_s": generation.decode_s,
@@ -88,8 +92,8 @@ class LibrarySession:
         params = SamplingParams(max_new_tokens=max_new_tokens, fidelity=self.fidelity)
         stream = self.engine.stream(prompt, text.sampling(params, tokenizer))
         reader = ResponseReader(tokenizer, text, prompt)
-        names = self.retriever.short_names(passages)
-        return LibraryAnswer(passages, names, self.retriever.places(passages), prompt, stream, reader)
+        names, documents = self.retriever.short_names(passages), self.retriever.with_copies(passages)
+        return LibraryAnswer(passages, documents, names, self.retriever.places(passages), prompt, stream, reader)
 
     def write_page(self, answer: LibraryAnswer, path: Path) -> None:
         """Wait for an answer and write the page that explains it; only its owner can read the page."""

@@ -11,6 +11,8 @@ alone, at every layer: `measure_rope`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +22,12 @@ from qcfuse_rag.errors import UnsupportedModel
 
 if TYPE_CHECKING:  # a store imports this without a model; transformers imports slowly
     from transformers import PreTrainedModel
+
+
+@cache
+def cache_argument() -> str:
+    """Return the name of the models' argument for keys and values; transformers 5.24 has renamed it."""
+    return "cache" if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24) else "past_key_values"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,15 +138,15 @@ def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[Layer
     positions = torch.tensor([min(p, max_position) for p in PROBE_POSITIONS], device=device)
     token = model.get_input_embeddings().num_embeddings // 2
     ids = torch.full((len(positions), 1), token, device=device)
-    cache = Cache(layer_class_to_replicate=DynamicLayer)
-    model.get_decoder()(input_ids=ids, position_ids=positions[:, None], past_key_values=cache, use_cache=True)
+    kv = Cache(layer_class_to_replicate=DynamicLayer)
+    model.get_decoder()(input_ids=ids, position_ids=positions[:, None], use_cache=True, **{cache_argument(): kv})
 
     n_layers = model.config.get_text_config().num_hidden_layers
-    if len(cache.layers) != n_layers or any(not layer.is_initialized for layer in cache.layers):
-        raise UnsupportedModel(f"{len(cache.layers)} of {n_layers} layers keep keys and values of their own")
+    if len(kv.layers) != n_layers or any(not layer.is_initialized for layer in kv.layers):
+        raise UnsupportedModel(f"{len(kv.layers)} of {n_layers} layers keep keys and values of their own")
     candidates = [LayerRope(None), *_candidates(model)]
     ropes, shapes = [], []
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(kv.layers):
         keys = layer.keys[:, :, 0].transpose(0, 1)  # [Hkv, 4, D], one row per position
         values = layer.values[:, :, 0]
         if float((values - values[:1]).abs().max()) > _tolerance(keys) * float(values.abs().max()):

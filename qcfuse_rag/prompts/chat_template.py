@@ -7,14 +7,20 @@ tools and variables spell are text. So they are marked before the template joins
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
+import os
 import re
+import resource
+import select
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateError, meta, nodes
@@ -41,6 +47,9 @@ They are printable, so a template that prints a list or a dictionary prints them
 
 ANSWER_FIELDS = {"content", "reasoning_content", "reasoning", "thinking"}
 """Fields of a model's own turn in which a template looks for the tokens round its reasoning."""
+
+TRIAL_S, TRIAL_BYTES = 10, 1 << 30
+"""Most seconds of a processor and bytes of memory that a chat template may take for a few words."""
 
 ESCAPED_CHARACTER = re.compile(r"(?=(\\u[0-9a-fA-F]{4}\\u[0-9a-fA-F]{4}))")
 """Matches before characters above U+FFFF as JSON escapes, overlapping ones too."""
@@ -85,7 +94,10 @@ class ChatTemplate:
 
         Messages, tools, the date, the start of the answer and special tokens are the builder's and the tokenizer's.
         """
-        names = {name for tree in self._trees for name in meta.find_undeclared_variables(tree)}
+        names = set[str]()
+        for tree in self._trees:
+            with suppress(TemplateError):  # rendering says what is wrong with it
+                names |= meta.find_undeclared_variables(tree)
         arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
         return frozenset(names - SET_BY_THE_BUILDER - arguments.keys() - self._tokenizer.special_tokens_map.keys())
 
@@ -163,8 +175,16 @@ class ChatTemplate:
         templates = self._tokenizer.chat_template or ""
         environment, trees = Environment(extensions=["jinja2.ext.loopcontrols"]), list[nodes.Template]()
         for template in templates.values() if isinstance(templates, dict) else [templates]:
-            with suppress(TemplateError):  # rendering says what is wrong with it
+            with suppress(TemplateError, RecursionError):  # rendering says what is wrong with it
                 trees.append(environment.parse(GENERATION_TAG.sub("", template)))
+
+        def trial() -> None:
+            with suppress(TemplateError):
+                list(map(meta.find_undeclared_variables, trees))  # computes expressions of constants
+            list(self._examples())
+
+        if templates:
+            _refuse_endless(trial)
         return trees
 
     def _texts(self, kinds: tuple[type[nodes.Node], ...]) -> Iterator[str]:
@@ -253,9 +273,42 @@ class ChatTemplate:
                 date_string=TEMPLATE_DATE,
                 **kwargs,
             )
-        except (TypeError, ValueError, LookupError, AttributeError) as error:  # a value that it does not expect
+        # A value that it does not expect, or the limits of Jinja's sandbox.
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise TemplateError(f"{type(error).__name__}: {error}") from error
         return str(rendered)
+
+
+def _refuse_endless(trial: Callable[[], None]) -> None:
+    """Try a chat template in a process of limited time and memory, since one call in it may take any amount of both.
+
+    Raises:
+        InvalidTemplate: if it takes more.
+    """
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        try:
+            gc.disable()  # nothing of the other threads' may be finalised here
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_S, TRIAL_S))
+            with suppress(OSError, ValueError):  # not on Linux
+                used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (used + TRIAL_BYTES, used + TRIAL_BYTES))
+            trial()
+            os.write(writing, b"1")
+        finally:
+            os._exit(0)  # nothing of the parent's may run at the end
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        ended = select.select([answer], [], [], 6 * TRIAL_S)[0] and answer.read()
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    if not ended:
+        raise InvalidTemplate(
+            f"the model's chat template takes more than {TRIAL_S} s or {TRIAL_BYTES >> 30} GB for a few words, or does "
+            "not end; take another model, or mend its chat template"
+        )
 
 
 class SpelledTokens:

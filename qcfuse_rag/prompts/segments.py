@@ -6,7 +6,8 @@ every method, full prefill included, sees the same ids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -67,6 +68,7 @@ class Prompt:
         note: for the report, why a joined text was not searched for passages; None if it was, or passages were given.
         joined: whether a framework joined the text, so that it may contain unknown passages.
         turn_starts: strings that end an answer, because the model begins a new turn of the prompt's wording.
+        in_answer: returns whether a text ends behind the model's reasoning, which may repeat the prompt; None without.
 
     Raises:
         ValueError: if the segments cannot be a prompt.
@@ -77,6 +79,7 @@ class Prompt:
     note: str | None = None
     joined: bool = False
     turn_starts: tuple[str, ...] = ()
+    in_answer: Callable[[str], bool] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         segments = tuple(segment for segment in self.segments if segment.ids)

@@ -80,6 +80,17 @@ class PromptTemplate:
         return self.chunk.format(text=text)
 
 
+ANSWER_LABEL = re.compile(r"\w[\w ]{0,24}:")
+QUESTION_LABEL = re.compile(r"(query|question|q|user|human|input)( \d+)?:(?=.)", re.IGNORECASE)
+
+
+def turn_starts_of(text: str) -> tuple[str, ...]:
+    """Return the `PromptTemplate.turn_starts` of a finished prompt that ends like `Query: ...` and a line `Answer:`."""
+    *_, question, answer = ["", "", *filter(None, map(str.strip, text.rsplit("\n", 4)))]
+    label = QUESTION_LABEL.match(question)
+    return ("\n" + label[0], "\n\n" + label[0]) if label and ANSWER_LABEL.fullmatch(answer) else ()
+
+
 ROLES = {"developer": "system", "human": "user", "ai": "assistant", "chatbot": "assistant", "model": "assistant"}
 """Roles of clients and frameworks, by the names that chat templates know; many templates drop an unknown role."""
 

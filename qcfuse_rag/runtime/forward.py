@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from qcfuse_rag.models.rope import cache_argument
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import to_device
 from qcfuse_rag.runtime.kernels.support import kernels_available
@@ -87,7 +88,7 @@ def planned_inputs(
         "position_ids": positions,
         # transformers passes a 4-D mask on unread and so does not build a mask itself.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
-        "past_key_values": cache,
+        cache_argument(): cache,
         "use_cache": True,
         "fusion": plan,
     }

@@ -215,7 +215,7 @@ class EngineBackend:
         """Return one of the prompts of a request, and how to sample its answers; fill in `passages`."""
         if self._idle_warming is not None and number == 0:
             passages.generation = self._idle_warming.generation()
-        response_format = request.to_response_format(shows_tools=engine.prompts.chat_template.shows_tools)
+        response_format = request.to_response_format()
         if isinstance(request, ChatRequest):
             self._find_passages(request, passages)
         prompt = request.make_prompt(engine, passages.texts, number)
@@ -242,7 +242,8 @@ class EngineBackend:
         passages.texts = [passage.text for passage in found]
         passages.sources = [passage.source for passage in found]
         passages.retrieved = [
-            {"source": passage.source, "title": passage.title, "score": passage.score} for passage in found
+            {"source": passage.source, "title": passage.title, "score": passage.score}
+            for passage in self._library.with_copies(found)
         ]
         if request.explain:
             names = self._library.short_names(found)

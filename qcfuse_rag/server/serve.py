@@ -68,7 +68,7 @@ class LibraryServer:
         """Return what works less well than it could, for the user to read; known once the engine is compiled."""
         runner, notes = self._engine.runner, []
         if not self._engine.prompts.chat_template.shows_tools:
-            notes.append("the model's chat template has no place for tools; requests are answered without theirs")
+            notes.append("the model's chat template has no place for tools; requests with tools are refused")
         for work, refusal in (("fused passes", runner.prefills.refusal), ("decode steps", runner.decodes.refusal)):
             if self._engine.lm.device.type == "cuda" and refusal is not None:
                 notes.append(f"{work} are launched kernel by kernel: {refusal}")

@@ -24,6 +24,7 @@ from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.models.result_cache import CachedResult
+from qcfuse_rag.models.rope import cache_argument
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME, chosen_backends, dense_attention_name
 from qcfuse_rag.runtime.forward import forward_step
@@ -138,12 +139,12 @@ def naive_concatenation(lm: LanguageModel, segments: Sequence[Tensor]) -> Tensor
     for ids in segments[:-1]:
         alone = Cache(layer_class_to_replicate=DynamicLayer)
         positions = torch.arange(start, start + len(ids), device=ids.device)[None]
-        lm.model.get_decoder()(input_ids=ids[None], position_ids=positions, past_key_values=alone, use_cache=True)
+        lm.model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=True, **{cache_argument(): alone})
         for index, layer in enumerate(alone.layers):
             joined.update(layer.keys, layer.values, index)
         start += len(ids)
     positions = torch.arange(start, start + len(segments[-1]), device=segments[-1].device)[None]
-    out = lm.model(input_ids=segments[-1][None], position_ids=positions, past_key_values=joined, use_cache=True)
+    out = lm.model(input_ids=segments[-1][None], position_ids=positions, use_cache=True, **{cache_argument(): joined})
     return out.logits[0].float()  # type: ignore[no-any-return]
 
 

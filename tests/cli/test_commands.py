@@ -363,3 +363,23 @@ def test_every_command_names_a_store_by_the_same_option() -> None:
         assert not {"folder", "library"} & {p.name for p in command.params if p.param_type_name == "argument"}, path
         if path[0] == "store":
             assert names["--store"].required, path
+
+
+@pytest.mark.parametrize("command", [["--help"], ["methods"], ["warm", "resume", "--store", "nowhere"]])
+def test_ctrl_c_while_threads_wind_down_ends_without_a_traceback(command: list[str], tmp_path: Path) -> None:
+    program = (
+        "import sys, threading, time; from qcfuse_rag.cli.app import main\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        f"sys.argv = ['qcfuse', *{command}]\n"
+        "try: main()\n"
+        "finally: print('main has ended', flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert any("main has ended" in line for line in process.stdout)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert (process.returncode, "Traceback" in said) == (-signal.SIGINT, False), said

@@ -103,6 +103,29 @@ def test_an_answer_ends_where_the_wording_begins_again(
     assert free.text == written, "a text that others word ends where the model ends it"
 
 
+@pytest.mark.parametrize(
+    ("end", "written", "shown"),
+    [
+        ("Query: Who?\nAnswer: ", "a boat\nQuery: why?", "a boat"),
+        ("Question: Who?\n\nAnswer:", "a boat\n\nQuestion: why?", "a boat"),
+        ("Query: Who?\nAnswer: ", "a Query: why?\nQuestion: why?", None),
+        ("Note: be brief.\nAnswer:", "a boat\nNote: why?", None),
+        ("Query: Who?\nSay who.", "a boat\nQuery: why?", None),
+        ("Query:\nAnswer:", "a boat\nQuery: why?", None),
+    ],
+)
+def test_an_answer_ends_where_a_frameworks_wording_begins_again(
+    engine: FusionEngine, end: str, written: str, shown: str | None
+) -> None:
+    """As LlamaIndex and LangChain word their prompts, in a message or as a finished text."""
+    text = f"Context information is below.\n{PASSAGES[0]}\n{end}"
+    params = SamplingParams(max_new_tokens=99, grammar=f"start: {json.dumps(written)}")
+    for conversation in (text, [{"role": "user", "content": text}]):
+        answer = engine.generate(engine.prompt_from_text(conversation), params)
+        assert answer.text == (written if shown is None else shown)
+        assert answer.finish_reason == ("end" if shown is None else "stop")
+
+
 def test_cancelling_from_another_thread(engine: FusionEngine) -> None:
     cancel = threading.Event()
     stream = engine.stream(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=100), cancel=cancel)

@@ -161,12 +161,13 @@ class TestSpecialTokens:
         assert read(magistral, ["[THINK]", "a", "<s>", "[/THINK]", "b", "<pad>", "c"])[0] == ("bc", "a")
 
 
+@pytest.mark.parametrize("more", ["", "\nQuestion: no", "\n\nQuestion: why?\nAnswer: no"])
 @pytest.mark.parametrize(("special", "fidelity"), [(True, "fast"), (False, "fast"), (True, "exact")])
-def test_a_models_own_answer_is_read(special: bool, fidelity: Any) -> None:
+def test_a_models_own_answer_is_read(special: bool, fidelity: Any, more: str) -> None:
     tags = ("[THINK]", "[/THINK]")
     lm = thinking_model(*(tags if special else ()), template=thinking_template(*tags))
     engine = make_engine(lm, MemoryStore())
-    form, parts = ResponseFormat(), ("[THINK]", "\nHm, é.\nQuestion:\n", "[/THINK]", "\n\nYes.")
+    form, parts = ResponseFormat(), ("[THINK]", "\nHm, é.\nQuestion:\n", "[/THINK]", "\n\nYes." + more)
     params = SamplingParams(max_new_tokens=60, grammar=grammar_of(lm.tokenizer, parts), fidelity=fidelity)
     prompt = engine.prompt(QUESTION, PASSAGES)
     stream = engine.stream(prompt, form.sampling(params, lm.tokenizer))
@@ -175,7 +176,7 @@ def test_a_models_own_answer_is_read(special: bool, fidelity: Any) -> None:
     rest, response = reader.finish(stream.result())
     assert ("".join(map("".join, zip(*shown, rest, strict=True)))) == "Yes.Hm, é.\nQuestion:"
     assert (response.content, response.reasoning) == ("Yes.", "Hm, é.\nQuestion:")
-    assert stream.result().finish_reason == "end"
+    assert stream.result().finish_reason == ("stop" if "\nQuestion:" in more else "end")
 
 
 def test_without_its_marks_an_answer_is_as_before(engine: FusionEngine) -> None:

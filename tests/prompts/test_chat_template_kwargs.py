@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.chat_template import ChatTemplate
 from qcfuse_rag.prompts.segments import Role
+from tests.support import seams
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.thinking import thinking_template, thinking_tokenizer
 
@@ -133,3 +135,43 @@ def test_variables_are_json(value: object) -> None:
 def test_templates_of_prompts_stay_hashable() -> None:
     assert hash(PromptTemplate(chat_template_kwargs=CHANGES_END)) == hash(PromptTemplate())
     assert PromptTemplate(chat_template_kwargs=CHANGES_END) != PromptTemplate()
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "{{ 'a' * 10**11 }}",
+        "{% set x = [0] * 10**10 %}",
+        "{{ 'a' | center(10**11) }}",
+        "{{ lipsum(n=10**9) }}",
+        "{{ 10 ** (10 ** 9) }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    ],
+)
+def test_a_template_that_takes_any_amount_of_time_or_memory_is_refused(
+    bomb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seams.template_trial_s(monkeypatch, 1)
+    tokenizer = thinking_tokenizer(template=thinking_template() + bomb)
+    for use in (lambda made: made.render([("user", QUESTION)]), lambda made: made.control_tokens):
+        with pytest.raises(InvalidTemplate, match=r"takes more than 1 s or 1 GB for a few words.*take another model"):
+            use(ChatTemplate(tokenizer))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 'x' | nothing }}", "nothing"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "recursion"),
+    ],
+)
+def test_a_template_that_fails_is_one_clear_error(end: str, message: str) -> None:
+    tokenizer = thinking_tokenizer(template=thinking_template() + end)
+    with pytest.raises(InvalidTemplate, match=message):
+        ChatTemplate(tokenizer).render([("user", QUESTION)])

@@ -178,13 +178,15 @@ async def test_librechat_sends_openais_defaults(http: httpx.AsyncClient) -> None
     assert isinstance(text, str)
 
 
-async def test_open_webui_sends_its_own_tools_also_to_models_that_know_none(http: httpx.AsyncClient) -> None:
+async def test_tools_are_never_left_out_in_silence(http: httpx.AsyncClient) -> None:
+    """As by `ChatQCFuse` and `QCFuseLLM`: a template that shows none refuses them, unless none may be called."""
     body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": QUESTION}]}
     plain = (await post(http, "chat/completions", **body)).json()
-    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
-        reply = (await post(http, "chat/completions", **body, tools=[LOOK_UP], **choice)).json()
+    for choice in ({"tools": []}, {"tools": [LOOK_UP], "tool_choice": "none"}):
+        reply = (await post(http, "chat/completions", **body, **choice)).json()
         assert reply["choices"] == plain["choices"]
         assert reply["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
-    demanded = await post(http, "chat/completions", **body, tools=[LOOK_UP], tool_choice="required")
-    assert demanded.status_code == 400
-    assert "no place for tools" in error(demanded)
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "required"}, {"stream": True}):
+        refused = await post(http, "chat/completions", **body, tools=[LOOK_UP], **choice)
+        assert refused.status_code == 400, choice
+        assert "no place for tools: take a model that was trained to call tools" in error(refused)

@@ -93,6 +93,16 @@ async def test_what_is_retrieved_is_answered_from_and_named(
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+async def test_a_text_of_several_documents_counts_once_and_all_of_them_are_named(http: httpx.AsyncClient) -> None:
+    await add(http, {"copy.md": PASSAGES[0], "spaced.md": PASSAGES[0].replace(" ", "\n", 3)})
+    body = (await ask(http, documents="library")).json()
+    named = [document["source"] for document in body["documents"]]
+    assert sorted(named) == ["copy.md", "ferry.md", "hull.md", "mill.md", "spaced.md"]
+    assert len([lookup for lookup in body["fusion"]["lookups"] if lookup["role"] == "chunk"]) == 3
+    scores = {d["source"]: d["score"] for d in body["documents"]}
+    assert scores["copy.md"] == scores["ferry.md"] == scores["spaced.md"]
+
+
 async def test_a_stream_names_the_documents_first(http: httpx.AsyncClient) -> None:
     whole = (await ask(http, documents="library")).json()
     chunks = chunks_of(await ask(http, documents="library", stream=True))
@@ -255,6 +265,52 @@ async def test_a_job_that_waits_is_dropped_with_its_client_and_the_one_that_runs
     go_on.set()
     assert (await running.result, await waiting[2].result, made) == ({}, {}, [0, 3])
     assert [job.result.cancelled() for job in waiting] == [True, True, False]
+
+
+async def test_sixty_streams_of_8_mb_are_bounded_by_their_bytes_and_end_with_their_clients(
+    backend: EngineBackend, library: ServedLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_jobs, "FORGET_WAIT_S", 0.1)
+    go_on, made = threading.Event(), list[int]()
+
+    def change(documents: dict[str, str], progress: object) -> dict[str, Any]:
+        made.append(len(documents))
+        go_on.wait(60)
+        return {}
+
+    monkeypatch.setattr(library, "add", change)
+    app = make_app(backend, library=library)
+    long = json.dumps({"documents": [{"source": "a.md", "text": "x" * 8_300_000}], "stream": True}).encode()
+    begun, left = list[dict[str, Any]](), asyncio.Event()
+
+    async def ask_to_add() -> None:
+        messages = [{"type": "http.request", "body": long}]
+
+        async def receive() -> dict[str, Any]:
+            if not messages:
+                await left.wait()
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                begun.append({"status": message["status"], **{name.decode(): v for name, v in message["headers"]}})
+
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(long)).encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/documents", "headers": headers, "query_string": b""}
+        await app(scope, receive, send)
+
+    asked = [asyncio.ensure_future(ask_to_add()) for _ in range(60)]
+    await until(lambda: len(begun) == 60)
+    assert [start["status"] for start in begun].count(200) == RequestLimits().all_bodies_bytes // len(long) == 8
+    assert all(start["retry-after"] for start in begun if start["status"] != 200)
+    assert {start["status"] for start in begun} == {200, 429}
+    left.set()
+    done, _ = await asyncio.wait(asked, timeout=10)
+    assert (len(done), made) == (60, [1]), "those that waited were dropped"
+    async with client(app) as http:
+        assert (await http.delete("/v1/documents/mill.md")).status_code == 409
+        go_on.set()
+        assert (await http.post("/v1/documents", content=long, headers=JSON)).status_code == 200
 
 
 async def test_adding_ends_with_the_server(library: ServedLibrary, folder: Path) -> None:
@@ -531,6 +587,16 @@ def test_a_store_without_passages_cannot_be_retrieved_from(
 def test_replicas_neither_retrieve_nor_change_documents(run: Run, tmp_path: Path, option: str) -> None:
     code, _, said = run("serve", "--store", tmp_path, "--ray", "auto", option)
     assert (code, f"Ray have no {option};" in said) == (1, True)
+
+
+def test_replicas_of_the_bundled_model_are_said_to_be_for_the_demonstration(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "kv" / "objects").mkdir(parents=True)
+    for model, noted in (((), True), (("--model", "some/model"), False)):
+        code, _, said = run("serve", "--store", tmp_path, "--ray", "auto", *model)
+        assert (code, "the bundled model is for the demonstration" in said, "needs Ray" in said) == (1, noted, True)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,8 @@ class Run:
             code: Any = 0
         except SystemExit as stop:
             code = stop.code
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         out = self._capsys.readouterr()
         return int(code or 0), out.out, out.err
 

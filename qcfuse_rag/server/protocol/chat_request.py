@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -172,12 +171,11 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise InvalidSetting("top_logprobs needs logprobs to be true", "top_logprobs")
 
-    def to_response_format(self, *, shows_tools: bool = True) -> ResponseFormat:
+    def to_response_format(self) -> ResponseFormat:
         """Return the response format, see `GenerationRequest`."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         several_calls = self.parallel_tool_calls is not False
-        given = ResponseFormat(tools, self.tool_choice, self.response_format, several_calls)
-        return given if shows_tools or given.required_tools else replace(given, tools=())
+        return ResponseFormat(tools, self.tool_choice, self.response_format, several_calls)
 
     @property
     def token_limit(self) -> int | None:
@@ -227,8 +225,7 @@ class ChatRequest(GenerationRequest):
             _ = self.questions  # raises if there is none
         turns = [message.turn() for message in self.messages]
         kwargs = self._template_kwargs(engine.prompts.chat_template.variables)
-        response_format = self.to_response_format(shows_tools=engine.prompts.chat_template.shows_tools)
-        return engine.chat_prompt(turns, response_format, passages, chat_template_kwargs=kwargs)
+        return engine.chat_prompt(turns, self.to_response_format(), passages, chat_template_kwargs=kwargs)
 
     def _template_kwargs(self, variables: frozenset[str]) -> dict[str, Any]:
         """Return the variables that the request sets, of those that the model's chat template reads.

@@ -131,12 +131,8 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
                 the request.
         """
 
-    def to_response_format(self, *, shows_tools: bool = True) -> ResponseFormat | None:
-        """Return the response format; None if the answer is text as it was decoded.
-
-        If the chat template shows no tools, those that need not be called are left out: some clients send tools with
-        every request.
-        """
+    def to_response_format(self) -> ResponseFormat | None:
+        """Return the response format; None if the answer is text as it was decoded."""
         return None
 
     @property
