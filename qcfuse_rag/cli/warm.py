@@ -38,7 +38,7 @@ from qcfuse_rag.library.folder import (
     has_secret,
     index_folder,
     open_library_store,
-    own_folders,
+    own_paths,
     refuse_store,
 )
 from qcfuse_rag.library.index import PassageIndex, RetrievalLog, embedder_source
@@ -229,14 +229,14 @@ def _warm(
 
 def _check_paths(corpus: CorpusOptions, library: Path, *, allow_empty: bool = False) -> None:
     hint = "; if all were deleted, `warm run --allow-empty` forgets them" if library.is_dir() else ""
-    check_paths(corpus.paths, corpus.reader, own_folders(library), if_empty=None if allow_empty else hint)
+    check_paths(corpus.paths, corpus.reader, own_paths(library), if_empty=None if allow_empty else hint)
 
 
 def _read(
     engine: FusionEngine, library: Path, corpus: CorpusOptions, unread: Unread, workers: RayWorkers | None = None
 ) -> PassagesBySource:
-    """Read and split the documents of a job, without the library's own folders, which may be among them."""
-    own = own_folders(library)
+    """Read and split the documents of a job, without the library's own files, which may be among them."""
+    own = own_paths(library)
     with progress_bar("reading documents", "files") as advance:
         read = partial(read_passages, tokenizer=engine.lm.tokenizer, reader=corpus.reader)
         if corpus.reader == FILES and workers is not None:

@@ -42,7 +42,7 @@ def find_files(paths: Iterable[Path], skip: Sequence[Path] = (), unread: Unread 
 
     Args:
         paths: files and folders.
-        skip: folders that are left out if they are in one of the named folders, without a word.
+        skip: folders and files that are left out if they are in one of the named folders, without a word.
         unread: receives what else is left out in folders.
 
     Raises:
@@ -101,9 +101,10 @@ def _walk(top: Path, inside: Sequence[Path], skipped: set[Path], note: Callable[
                     note(LOOPS, path)
                 elif not any(map(real_path(path).is_relative_to, inside)):  # else it is read by its own path
                     note(LINKS, path)
+            elif real_path(path) in skipped:
+                continue
             elif is_folder:
-                if real_path(path) not in skipped:
-                    folders.append((path, rules))
+                folders.append((path, rules))
             elif entry.is_file(follow_symlinks=False):
                 yield path
             else:

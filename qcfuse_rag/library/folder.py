@@ -90,9 +90,9 @@ def store_folder(folder: Path) -> Path:
     return folder if _is_store(folder) else folder / KV_FOLDER
 
 
-def own_folders(library: Path) -> list[Path]:
-    """Return the folders of a library that it has made itself: its store, and the passages of each tenant."""
-    return [library / KV_FOLDER, *text_folders(library)] if library.is_dir() else []
+def own_paths(library: Path) -> list[Path]:
+    """Return what a library has made itself: its store, the passages of each tenant, settings and records."""
+    return [library / KV_FOLDER, *text_folders(library), *text_files(library)] if library.is_dir() else []
 
 
 def library_of(folder: Path) -> Path:

@@ -106,7 +106,7 @@ def test_a_folder_that_is_not_mounted_is_not_forgotten_beside_one_that_is(
     run.json("warm", "run", *options)
     (mounted / "far.txt").unlink()
     code, _, err = run("warm", "run", *options)
-    assert (code, f"no text files in {mounted}; " in err, "--allow-empty" in err) == (1, True, True)
+    assert (code, f"no files to read in {mounted}; " in err, "--allow-empty" in err) == (1, True, True)
     assert len(run.json("store", "sources", "--store", store)["sources"]) == 4, "nothing was forgotten"
     run.json("warm", "run", *options, "--allow-empty")
     assert len(run.json("store", "sources", "--store", store)["sources"]) == 3
