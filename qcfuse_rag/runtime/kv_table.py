@@ -1,16 +1,22 @@
-"""A table of the addresses of several requests' keys and values, which kernels read."""
+"""A table of the addresses of several requests' keys and values, and the plan of rows that kernels compute by it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from qcfuse_rag.models.rope import KVShape
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.rows import Observer, PlannedLayer
+
+ALIGNMENT = 16
+"""Bytes that a kernel reads at once where every token begins at a multiple of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +46,8 @@ class KVTable:
             ValueError: if a buffer does not have the layout of `KVBuffer.allocate`.
         """
         entries, sample = buffer_addresses(buffers), buffers[0].keys[0]
-        aligned = is_aligned(entries, shapes, sample.dtype)
+        dims = {dim for shape in shapes for dim in (shape.key_dim, shape.value_dim)}
+        aligned = all(dim * sample.dtype.itemsize % ALIGNMENT == 0 for dim in dims)
         return cls(entries.to(sample.device, non_blocking=True), shapes, sample.dtype, longest, aligned)
 
 
@@ -65,21 +72,14 @@ class RebindableKVTable:
         self._bound = self.table.entries.to("cpu", copy=True)
         self._addresses: WeakKeyDictionary[KVBuffer, Tensor] = WeakKeyDictionary()
 
-    def bind(self, buffers: Sequence[KVBuffer]) -> bool:
-        """Point the table at some buffers; return False if their layout or alignment is not the recorded one."""
+    def bind(self, buffers: Sequence[KVBuffer]) -> None:
+        """Point the table at some buffers."""
         n_unused = self.table.entries.shape[1] - len(buffers)
         padded = (*buffers, *[self._dummy_buffer] * n_unused)
-        try:
-            addresses = torch.stack([self._addresses_of(buffer) for buffer in padded], dim=1)
-        except ValueError:
-            return False
-        if torch.equal(addresses, self._bound):
-            return True
-        if is_aligned(addresses, self.table.shapes, self.table.dtype) != self.table.aligned:
-            return False
-        self.table.entries.copy_(addresses, non_blocking=True)
-        self._bound = addresses
-        return True
+        addresses = torch.stack([self._addresses_of(buffer) for buffer in padded], dim=1)
+        if not torch.equal(addresses, self._bound):
+            self.table.entries.copy_(addresses, non_blocking=True)
+            self._bound = addresses
 
     def _addresses_of(self, buffer: KVBuffer) -> Tensor:
         if buffer not in self._addresses:
@@ -95,8 +95,8 @@ def buffer_addresses(buffers: Sequence[KVBuffer]) -> Tensor:
     """
     for buffer in buffers:
         for tensor in (*buffer.keys, *buffer.values):
-            if len(tensor) != 1 or not tensor.is_contiguous():
-                raise ValueError(f"a buffer must be contiguous and of one request, got {tuple(tensor.shape)}")
+            if len(tensor) != 1 or not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
+                raise ValueError(f"a buffer must be contiguous, aligned and of one request, got {tuple(tensor.shape)}")
     layers = zip(*(zip(buffer.keys, buffer.values, strict=True) for buffer in buffers), strict=True)
     entries = [
         [(key.data_ptr(), value.data_ptr(), key.stride(1), value.stride(1)) for key, value in layer] for layer in layers
@@ -104,7 +104,39 @@ def buffer_addresses(buffers: Sequence[KVBuffer]) -> Tensor:
     return torch.tensor(entries, dtype=torch.int64)
 
 
-def is_aligned(addresses: Tensor, shapes: Sequence[KVShape], dtype: torch.dtype) -> bool:
-    """Return whether every token of buffers at `[layers, B, 4]` addresses begins at a multiple of 16 bytes."""
-    dims = {shape.key_dim for shape in shapes} | {shape.value_dim for shape in shapes}
-    return not bool((addresses[..., :2] % 16).any()) and all(dim * dtype.itemsize % 16 == 0 for dim in dims)
+@dataclass(frozen=True, slots=True, eq=False)
+class TablePlan:
+    """The same number of rows of each of several requests.
+
+    Only tensors on the device identify the requests, so a recorded pass can be replayed for others.
+
+    Attributes:
+        rows: `[B, R]` int64 positions, on the model's device; a row sees the keys up to its own position.
+        table: locates the buffers.
+        windows: per layer the sliding window in tokens or None, for models that do not pass it to attention.
+        observe: called in every layer before attention, with the layer's queries and the keys of the rows.
+    """
+
+    rows: Tensor
+    table: KVTable
+    windows: Sequence[int | None]
+    observe: Observer | None = None
+
+    def cache(self) -> Cache:
+        """Return a transformers cache that writes the rows to the buffers, for one pass."""
+        return Cache(layers=[TableLayer(self, layer) for layer in range(len(self.table.shapes))])
+
+
+class TableLayer(PlannedLayer):
+    """A cache layer that writes fresh keys and values to the table's buffers, where attention reads them."""
+
+    def __init__(self, plan: TablePlan, layer: int) -> None:
+        super().__init__(plan.table.longest, plan.table.longest)
+        self.plan, self.layer = plan, layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write `[B, Hkv, R, D]` fresh keys and values to the buffers; return them unchanged."""
+        from qcfuse_rag.runtime.kernels.table_attention import append_rows
+
+        append_rows(key_states, value_states, self.plan.table, self.layer, self.plan.rows)
+        return key_states, value_states

@@ -23,7 +23,7 @@ from qcfuse_rag.models.load import load_model
 from qcfuse_rag.models.rope import KVShape, LayerRope, measure_rope
 from qcfuse_rag.runtime.attention import dispatch
 from qcfuse_rag.runtime.buffer import BufferPool, KVBuffer
-from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first, single_row_view
+from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view, single_row_view
 from qcfuse_rag.runtime.kernels.support import kernels_available
 
 if TYPE_CHECKING:
@@ -171,12 +171,7 @@ class LanguageModel:
             return single_row_view(self.model)
         if not kernels_available(self.device, self.dtype, self.widest_head):
             return self.model
-        return next(iter(fused_view_first(self.model)))
-
-    @property
-    def views(self) -> tuple[PreTrainedModel, ...]:
-        """The models whose passes may be recorded, in order of preference: the fused view, if any, and the model."""
-        return tuple(dict.fromkeys((self.fused_model, self.model)))
+        return fused_view(self.model)
 
     @property
     def widest_head(self) -> int:

@@ -85,37 +85,25 @@ class ViewCache:
         self._decoders: dict[int, nn.Module] = {}
 
     @contextmanager
-    def model(self, layer_runner: LayerRunner) -> Iterator[nn.Module]:
-        """Yield the model's view, whose layers are computed by a layer runner inside the context."""
-        with self._current.set(layer_runner):
-            yield self._model
-
-    @contextmanager
-    def decoder(self, depth: int, layer_runner: LayerRunner) -> Iterator[nn.Module]:
-        """Yield a view of the first `depth` layers, computed by a layer runner inside the context."""
-        if depth not in self._decoders:
+    def computed_by(self, layer_runner: LayerRunner, depth: int | None = None) -> Iterator[nn.Module]:
+        """Yield the model's view, or that of the decoder's first layers, computed by a layer runner in the context."""
+        if depth is not None and depth not in self._decoders:
             self._decoders[depth] = decoder_view(self._decoder, depth, self._current)
-        with self._current.set(layer_runner):
-            yield self._decoders[depth]
+        self._current.layer_runner = layer_runner
+        try:
+            yield self._model if depth is None else self._decoders[depth]
+        finally:
+            self._current.layer_runner = None
 
 
 class _CurrentRunner:
-    """Forwards to the layer runner of the current pass; keeps no reference to it afterwards."""
+    """Forwards to the layer runner of the current pass; views refer to it, so that no view refers to itself."""
 
-    def __init__(self) -> None:
-        self._layer_runner: LayerRunner | None = None
-
-    @contextmanager
-    def set(self, layer_runner: LayerRunner) -> Iterator[None]:
-        self._layer_runner = layer_runner
-        try:
-            yield
-        finally:
-            self._layer_runner = None
+    layer_runner: LayerRunner | None = None
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._layer_runner is not None
-        return self._layer_runner.run(layer, inner, hidden, args, kwargs)
+        assert self.layer_runner is not None
+        return self.layer_runner.run(layer, inner, hidden, args, kwargs)
 
 
 def with_module(module: nn.Module, replacement: nn.Module, *, instead: nn.Module) -> nn.Module:

@@ -86,8 +86,8 @@ class ModelRunner:
         self.lm, self.store = lm, store
         _page_lock(lm, store)
         self.load_limit_s, self.overlap = load_limit_s, overlap
-        self.prefills = PrefillRunner(lm, candidate_views=lambda _: lm.views)
-        self.decodes = DecodeRunner(lm, candidate_views=lambda _: lm.views)
+        self.prefills = PrefillRunner(lm)
+        self.decodes = DecodeRunner(lm)
         self.transfers = TransferOpener(lm)
         self.costs = MeasuredCosts(lm, store, self.prefills, self.transfers)
         self.pool = BufferPool(max_spare_bytes) if max_spare_bytes else None

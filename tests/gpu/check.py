@@ -42,7 +42,6 @@ from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.runtime.attention.dispatch import chosen_backends
-from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernel_errors
 from qcfuse_rag.runtime.runner import ModelRunner
@@ -155,16 +154,13 @@ def recorded(check: Check) -> dict[str, Any]:
 
 def _recorded(lm: LanguageModel, check: Check) -> dict[str, Any]:
     """Record passes and decode steps; the log shows the largest error of each, and reasons."""
-    passes, steps = (
-        PrefillRunner(lm, candidate_views=fused_view_first),
-        DecodeRunner(lm, candidate_views=fused_view_first),
-    )
+    passes, steps = PrefillRunner(lm), DecodeRunner(lm)
     return {
         "passes, s": _seconds(lambda: passes.compile((32, 640, 1024))),
         "passes, refusal": passes.refusal,
         "steps, s": _seconds(lambda: steps.compile((1, 8))),
         "steps, refusal": steps.refusal,
-        "steps are fused": steps.model is not lm.model,
+        "steps are fused": lm.fused_model is not lm.model,
     }
 
 

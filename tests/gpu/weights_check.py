@@ -43,7 +43,7 @@ def measure_shape(shape: str, weights: str, device: str | None = None, context: 
     ]
     found["recording, s"] = recorded_s
     found["refusals"] = [runner.prefills.refusal, runner.decodes.refusal]
-    found["step is fused"] = runner.decodes.model is not lm.model
+    found["step is fused"] = lm.fused_model is not lm.model
     found["product of one weight, ms"] = {rows: _product_ms(lm, rows) for rows in (1, 8, 32, 128, 512, 2048)}
     prompt = random_prompt(lm, context, CHUNK, torch.Generator().manual_seed(0))
     fill(lm, [runner.store], prompt, [FUSED])

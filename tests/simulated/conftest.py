@@ -46,7 +46,7 @@ def device(
     seams.kernel_check_tokens(monkeypatch, 40)  # the interpreter is slow
     seams.kernel_check_rows(monkeypatch, 8)
     seams.large_blocks(monkeypatch)
-    seams.fused_model(monkeypatch, lambda model: [model])  # without fused views
+    seams.fused_model(monkeypatch, lambda model: model)  # without fused views
     seams.ring_bytes(monkeypatch, 1 << 13)  # small, so that the ring wraps around
     with simulated_cuda() as device:
         yield device

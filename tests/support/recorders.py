@@ -81,6 +81,34 @@ class Remembering(AgainAndAgain):
         return compute().clone(), lambda: None
 
 
-class Nonsense(AgainAndAgain):
+class Spoiling(AgainAndAgain):
     def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        return torch.full_like(compute(), torch.nan), lambda: None
+        def spoil() -> None:
+            compute().fill_(torch.nan)
+
+        return compute(), spoil
+
+
+class Forgetful(AgainAndAgain):
+    """Records a model's layers; the replay of the second one does nothing."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        result, again = super().record(compute)
+        self.seen += 1
+        return (result, lambda: None) if self.seen == 2 else (result, again)
+
+
+class FullAt(AgainAndAgain):
+    """Has no memory for passes of this number of rows or more."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        result, again = super().record(compute)
+        if result.shape[1] >= self.rows:
+            raise torch.OutOfMemoryError("no room")
+        return result, again

@@ -83,7 +83,7 @@ KERNELS = {
 
 recorder_has_kernels = _seam("qcfuse_rag.runtime.graphs.recorder.kernels_available")
 recorder_refusal = _seam("qcfuse_rag.runtime.graphs.recorder.unavailable_reason")
-fused_model = _seam("qcfuse_rag.runtime.language_model.fused_view_first")
+fused_model = _seam("qcfuse_rag.runtime.language_model.fused_view")
 decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.steps.CHECKED_POSITIONS")
 
 batches_per_group = _seam("qcfuse_rag.ingestion.batches.BATCHES_PER_GROUP")

@@ -10,7 +10,7 @@ import copy
 import logging
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -142,22 +142,14 @@ def few_row_products(linears: Sequence[nn.Linear]) -> list[FewRowProduct]:
     return [FewRowProduct(linear, joint, index) for index, linear in enumerate(linears)]
 
 
-def fused_view_first(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Yield a fused view of a model, and then the model itself, for callers that find the view wrong."""
-    try:
-        view = fused_view(model)
-    except Exception as error:  # of whatever a model has
-        LOG.warning("no operations are fused: %s: %s", type(error).__name__, error)
-        view = model
-    if view is not model:
-        yield view
-    yield model
-
-
 def fused_view(model: PreTrainedModel) -> PreTrainedModel:
     """Return a view of a model that computes the same with fewer kernels; the model itself if nothing can be fused."""
-    builder = _FusedViewBuilder(model)
-    view = builder.view(model)
+    try:
+        builder = _FusedViewBuilder(model)
+        view = builder.view(model)
+    except Exception as error:  # of whatever a model has
+        LOG.warning("no operations are fused: %s: %s", type(error).__name__, error)
+        return model
     LOG.info("in one kernel each: %s", dict(builder.fused_counts) or "nothing")
     assert isinstance(view, PreTrainedModel)
     return view

@@ -8,31 +8,29 @@ computed several times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.forward import model_inputs, planned_inputs
-from qcfuse_rag.runtime.graphs.comparison import LayerComparison, LayerTrace, SamplePrompt
-from qcfuse_rag.runtime.graphs.recorder import REPLAYED, ErrorBound, Recorder, recording_refusal
-from qcfuse_rag.runtime.kv_table import RebindableKVTable
+from qcfuse_rag.runtime.forward import planned_inputs
+from qcfuse_rag.runtime.graphs.recorder import GraphRecorder, SamplePrompt, recording_refusal
+from qcfuse_rag.runtime.kv_table import RebindableKVTable, TablePlan
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.model_views import LayerRunner, ViewCache, decoder_view, model_view
+from qcfuse_rag.runtime.model_views import ViewCache, decoder_view
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
-from qcfuse_rag.runtime.table_plan import TablePlan
 
 Exclusively = Callable[[Callable[[], Tensor]], Tensor | None]
 """Runs something with the device to itself; None if another thread has it, or the pass differs from its recording."""
 
 
 class GraphMismatch(Exception):
-    """A pass gives its layers other inputs than the recorded one, or its buffer is not aligned."""
+    """A pass gives its layers other inputs than the recorded one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +60,7 @@ class LayerGraph:
 
 
 class LayerGraphs:
-    """The layers of a model, or of a view that computes the same, recorded for a number of rows.
+    """The layers of a model recorded for a number of rows.
 
     All graphs share the table of one request and the views, because only one runs at a time. Graphs of fewer rows share
     the `memory` of more rows, which are recorded first: tensors by purpose and shape.
@@ -72,15 +70,14 @@ class LayerGraphs:
     def __init__(
         self,
         lm: LanguageModel,
-        model: PreTrainedModel,
         n_rows: int,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         request: RebindableKVTable,
         views: ViewCache,
         memory: dict[object, Tensor],
     ) -> None:
         self.n_rows = n_rows
-        self._lm, self._model, self._request, self._views = lm, model, request, views
+        self._lm, self._request, self._views = lm, request, views
         rows = torch.zeros(1, n_rows, dtype=torch.int64, device=lm.device)
         request.bind([])  # while recording, layers write to a buffer that nothing reads
         snapshots: dict[int, QuerySnapshot] = {}
@@ -88,7 +85,7 @@ class LayerGraphs:
         self._plan = TablePlan(rows, request.table, lm.sliding, partial(_save_query, snapshots, memory))
         recording = _LayerRecording(recorder, memory, snapshots)
         inputs = planned_inputs(torch.zeros_like(rows), rows, self._plan.cache(), self._plan)
-        decoder_view(model.get_decoder(), lm.n_layers, recording)(**inputs)
+        decoder_view(lm.fused_model.get_decoder(), lm.n_layers, recording)(**inputs)
         self._layers, self._hidden = recording.layers, recording.hidden
 
     def logits(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
@@ -98,7 +95,7 @@ class LayerGraphs:
             GraphMismatch: if the pass differs from what was recorded.
         """
         replay = _LayerReplay(self._layers, self._hidden, plan, buffer)
-        with self._views.model(replay) as model:
+        with self._views.computed_by(replay) as model:
             logits: Tensor = model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
         replay.check_complete(self._lm.n_layers)
         return logits[0, -1].float()
@@ -110,15 +107,14 @@ class LayerGraphs:
             GraphMismatch: if the pass differs from what was recorded.
         """
         replay = _LayerReplay(self._layers, self._hidden, plan, buffer)
-        with self._views.decoder(depth, replay) as decoder:
+        with self._views.computed_by(replay, depth) as decoder:
             decoder(**self._inputs(ids, plan, buffer))
         replay.check_complete(depth)
         return True
 
-    def launched(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, layer_runner: LayerRunner) -> Tensor:
+    def launched(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
         """Compute what `logits` does with the same kernels launched one by one, to check the recording."""
-        model = model_view(self._model, self._model.get_decoder(), self._lm.n_layers, layer_runner)
-        logits: Tensor = model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
+        logits: Tensor = self._lm.fused_model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
         return logits[0, -1].float()
 
     @property
@@ -131,8 +127,7 @@ class LayerGraphs:
 
         If there are fewer rows than were recorded, the first one is computed several times: it sees the fewest keys.
         """
-        if not self._request.bind([buffer]):
-            raise GraphMismatch
+        self._request.bind([buffer])
         repeats = self.n_rows - len(ids)
         ids, rows = (torch.cat([tensor[:1].expand(repeats), tensor])[None] for tensor in (ids, plan.rows))
         self._plan.rows.copy_(rows)
@@ -165,7 +160,9 @@ def _shared_memory(memory: dict[object, Tensor], purpose: str, like: Tensor) -> 
 class _LayerRecording:
     """Records the layers one after the other; each reads the hidden states of the layer before."""
 
-    def __init__(self, recorder: Recorder, memory: dict[object, Tensor], snapshots: dict[int, QuerySnapshot]) -> None:
+    def __init__(
+        self, recorder: GraphRecorder, memory: dict[object, Tensor], snapshots: dict[int, QuerySnapshot]
+    ) -> None:
         self._recorder, self._memory, self._snapshots = recorder, memory, snapshots
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.layers: list[LayerGraph] = []
@@ -176,7 +173,7 @@ class _LayerRecording:
             self.hidden = _shared_memory(self._memory, "even", hidden), _shared_memory(self._memory, "odd", hidden)
             self.hidden[0].copy_(hidden)
         before, after = self.hidden[layer % 2], self.hidden[1 - layer % 2]
-        args, kwargs = _map_tensors((args, kwargs), self._copy)
+        args, kwargs = tree_map_only(Tensor, self._copy, (args, kwargs))
 
         def compute() -> Tensor:
             result = inner(before, *args, **kwargs)
@@ -185,7 +182,7 @@ class _LayerRecording:
             return after.copy_(result)
 
         _, replay = self._recorder.record(compute)
-        self.layers.append(LayerGraph(list(_tensors((args, kwargs))), self._snapshots[layer], replay))
+        self.layers.append(LayerGraph(_tensors((args, kwargs)), self._snapshots[layer], replay))
         return after
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -232,7 +229,7 @@ class _LayerReplay:
         if same in self._given:
             return
         self._given[same] = given  # alive, so that no other object has its identity
-        inputs = list(_tensors(given))
+        inputs = _tensors(given)
         if [tensor.shape for tensor in inputs] != [tensor.shape for tensor in targets]:
             raise GraphMismatch
         for target, source in zip(targets, inputs, strict=True):
@@ -241,38 +238,17 @@ class _LayerReplay:
                 target.copy_(source)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map_tensors(part, function) for part in value)
-    if isinstance(value, dict):
-        return {name: _map_tensors(part, function) for name, part in value.items()}
-    return value
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def record_layers(
-    lm: LanguageModel,
-    model: PreTrainedModel,
-    rows: Sequence[int],
-    open_recorder: Callable[[], Recorder],
-    exclusively: Exclusively,
+    lm: LanguageModel, rows: Sequence[int], open_recorder: Callable[[], GraphRecorder], exclusively: Exclusively
 ) -> tuple[dict[int, LayerGraphs], dict[int, str]]:
-    """Record and check a view of the model; return graphs by number of rows, and reasons for those without graphs."""
+    """Record and check passes; return graphs by number of rows, and reasons for those without graphs."""
     graphs: dict[int, LayerGraphs] = {}
-    unread = lm.empty_buffer(1)
-    request = RebindableKVTable(unread, lm.shapes, 1, lm.context_window.tokens)
-    views = ViewCache(model, model.get_decoder(), lm.n_layers)
+    request = RebindableKVTable(lm.empty_buffer(1), lm.shapes, 1, lm.context_window.tokens)
+    views = ViewCache(lm.fused_model, lm.fused_model.get_decoder(), lm.n_layers)
     memory: dict[object, Tensor] = {}
     refusals: dict[int, str] = {}
     # The largest number first: the others use a part of its memory.
@@ -280,24 +256,26 @@ def record_layers(
     samples: list[SamplePrompt] = []
     for size in sizes:
 
-        def record(size: int = size) -> list[ErrorBound]:
-            graphs[size] = LayerGraphs(lm, model, size, open_recorder(), request, views, memory)
+        def record(size: int = size) -> list[tuple[Tensor, Tensor]]:
+            graphs[size] = LayerGraphs(lm, size, open_recorder(), request, views, memory)
             samples[:] = samples or [SamplePrompt.of(lm, min(2 * sizes[0], lm.context_window.tokens))]
-            return _check(lm, graphs[size], samples[0], exclusively)
+            return _compare(lm, graphs[size], samples[0], exclusively)
 
-        refusal = recording_refusal(record)
+        refusal = recording_refusal(lm, record)
         if refusal is not None:
             refusals[size] = refusal
     return {size: recorded for size, recorded in graphs.items() if size not in refusals}, refusals
 
 
 @torch.inference_mode()
-def _check(lm: LanguageModel, graphs: LayerGraphs, sample: SamplePrompt, exclusively: Exclusively) -> list[ErrorBound]:
-    """Compare a recorded pass with the same kernels launched one by one, and these with the model's own layers.
+def _compare(
+    lm: LanguageModel, graphs: LayerGraphs, sample: SamplePrompt, exclusively: Exclusively
+) -> list[tuple[Tensor, Tensor]]:
+    """Return what a recorded pass computes, and what the same kernels do launched one by one.
 
-    The second check has fewer rows, of a longer prompt.
+    The second pass has fewer rows, of a longer prompt.
     """
-    size, bounds = graphs.n_rows, []
+    size, pairs = graphs.n_rows, []
     generator = torch.Generator(lm.device).manual_seed(size)
     for n_rows, length in ((size, size + 1), (max(1, size - size // 4), 2 * size)):
         length = min(length, lm.context_window.tokens)
@@ -305,30 +283,11 @@ def _check(lm: LanguageModel, graphs: LayerGraphs, sample: SamplePrompt, exclusi
         rows = torch.cat([others, torch.tensor([length - 1], device=lm.device)])
         ids, plan = sample.ids[rows], RowsPlan.of(rows, lm.sliding)
         launched, replayed = sample.without(rows, length), sample.without(rows, length)
-        for tensor in (*replayed.keys, *replayed.values):
-            tensor.fill_(torch.nan)
-
-        def wait_for_layer(layer: int, replayed: KVBuffer = replayed, launched: KVBuffer = launched) -> None:
-            replayed.keys[layer].copy_(launched.keys[layer])
-            replayed.values[layer].copy_(launched.values[layer])
-
-        loading = replace(replayed, wait_for_layer=wait_for_layer)
-        logits = exclusively(lambda: graphs.logits(ids, plan, loading))  # noqa: B023
+        logits = exclusively(lambda: graphs.logits(ids, plan, replayed))  # noqa: B023
         if logits is None:
             raise RuntimeError("a pass differs from its recording")
-        query, trace = graphs.last_query.clone(), LayerTrace()
-        launched_logits = graphs.launched(ids, plan, launched, trace)
-        bounds += [
-            ErrorBound.of(result, expected, REPLAYED[lm.dtype])
-            for result, expected in (
-                (logits, launched_logits),
-                (query, graphs.last_query),
-                (replayed.keys[-1][:, :, rows], launched.keys[-1][:, :, rows]),
-                (replayed.values[-1][:, :, rows], launched.values[-1][:, :, rows]),
-            )
-        ]
-        comparison = LayerComparison(trace)
-        own = model_view(lm.model, lm.model.get_decoder(), lm.n_layers, comparison)
-        expected = own(**model_inputs(ids, plan, launched), logits_to_keep=1).logits[0, -1].float()
-        bounds += comparison.bounds(launched_logits, expected)
-    return bounds
+        query = graphs.last_query.clone()
+        pairs += [(logits, graphs.launched(ids, plan, launched)), (query, graphs.last_query.clone())]
+        for ours, theirs in ((replayed.keys, launched.keys), (replayed.values, launched.values)):
+            pairs.append((ours[-1][:, :, rows], theirs[-1][:, :, rows]))
+    return pairs

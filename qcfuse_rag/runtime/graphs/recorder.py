@@ -5,19 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from qcfuse_rag.runtime.kernels.limits import relative_error
-from qcfuse_rag.runtime.kernels.support import kernels_available, unavailable_reason
-
-if TYPE_CHECKING:
-    from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.forward import forward_rows
+from qcfuse_rag.runtime.kernels.support import kernels_available, relative_error, unavailable_reason
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.rows import RowsPlan
 
 LOG = logging.getLogger(__name__)
 
@@ -26,22 +26,6 @@ STREAMS = 32
 REPLAYED = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 """Allowed relative error of a recording against the same kernels launched one by one, over all layers: 0, unless a
 library multiplies by another algorithm while it is recorded."""
-
-
-class Recorder(Protocol):
-    """Records the device work of a call.
-
-    Attributes:
-        broken: why neither this recorder nor another may record anything more, or None.
-    """
-
-    broken: str | None
-
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Return the result of a call, and a function that computes it again into the same tensor."""
-
-    def exclusive(self) -> AbstractContextManager[object]:
-        """Order the device work of this thread after earlier work in such a block, of any thread."""
 
 
 class GraphRecorder:
@@ -138,17 +122,35 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorBound:
-    """The relative error of a recording against its original, and the allowed error."""
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplePrompt:
+    """A prompt of random tokens that the model has prefilled: over noise, real models multiply rounding errors.
 
-    error: float
-    allowed: float
+    Attributes:
+        ids: `[n]` int64 token ids.
+        buffer: their keys and values.
+    """
+
+    ids: Tensor
+    buffer: KVBuffer
 
     @classmethod
-    def of(cls, result: Tensor, expected: Tensor, allowed: float) -> ErrorBound:
-        """Compare two tensors."""
-        return cls(relative_error(result, expected), allowed)
+    @torch.inference_mode()
+    def of(cls, lm: LanguageModel, length: int, seed: int = 0) -> SamplePrompt:
+        """Prefill a prompt of some length."""
+        vocabulary = lm.model.get_input_embeddings().num_embeddings
+        ids = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).to(lm.device)
+        buffer = lm.empty_buffer(length)
+        forward_rows(lm, ids, RowsPlan.between(0, length, lm.device, lm.sliding), buffer)
+        return cls(ids, buffer)
+
+    def without(self, rows: Tensor, length: int) -> KVBuffer:
+        """Return a copy of the keys and values of the first tokens, with NaN at rows, which are to be computed."""
+
+        def copied(side: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(tensor[:, :, :length].contiguous().index_fill(2, rows, torch.nan) for tensor in side)
+
+        return KVBuffer(copied(self.buffer.keys), copied(self.buffer.values))
 
 
 def missing_kernels(lm: LanguageModel) -> str | None:
@@ -160,14 +162,12 @@ def missing_kernels(lm: LanguageModel) -> str | None:
         return "the kernels cannot be tried: the device is out of memory"
 
 
-def recording_refusal(record: Callable[[], Sequence[ErrorBound]]) -> str | None:
-    """Record and check something; return why the recording cannot be used, or None if it can."""
+def recording_refusal(lm: LanguageModel, record: Callable[[], Sequence[tuple[Tensor, Tensor]]]) -> str | None:
+    """Record something and compare what it computes with what was launched; return why it cannot be used, or None."""
     try:
-        bounds = record()
-        off = [bound.error for bound in bounds if not bound.error <= bound.allowed]  # NaN fails, too
-        if bounds and not off:
-            worst = max(bounds, key=lambda bound: bound.error / bound.allowed)
-            LOG.info("largest error of a recording: %.2g (limit %.2g)", worst.error, worst.allowed)
+        errors = [relative_error(replayed, launched) for replayed, launched in record()]
     except Exception as error:  # a model may do anything that cannot be recorded; it runs without graphs
         return f"recording failed: {type(error).__name__}: {error}"
+    LOG.info("largest error of a recording: %.2g (limit %.2g)", max(errors, default=0.0), REPLAYED[lm.dtype])
+    off = [error for error in errors if not error <= REPLAYED[lm.dtype]]  # NaN fails, too
     return f"the recording differs from the original by {off[0]:.2g}" if off else None

@@ -1,7 +1,7 @@
 """Run passes and decode steps, by a recording where one fits, and kernel by kernel otherwise.
 
-Only `compile` records. It records the first view of the model whose results are correct: each recording is compared
-with the original before it is used. Importing this module needs no GPU, and no other module that records.
+Only `compile` records; each recording is compared with what was recorded before it is used. Importing this module needs
+no GPU, and no other module that records.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_hidden, forward_rows, forward_step
@@ -24,7 +23,7 @@ from qcfuse_rag.runtime.rows import RowsPlan
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.graphs.layers import LayerGraphs
-    from qcfuse_rag.runtime.graphs.recorder import Recorder
+    from qcfuse_rag.runtime.graphs.recorder import GraphRecorder
     from qcfuse_rag.runtime.graphs.steps import StepGraph
 
 ROWS = (32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024)
@@ -41,30 +40,21 @@ GraphT = TypeVar("GraphT")
 
 
 class GraphRunner(ABC, Generic[GraphT]):
-    """What both runners share: recordings by size, of the first view of the model whose recordings are correct.
+    """What both runners share: recordings by size.
 
     Args:
         lm: the model.
-        recorder: records; None makes a `GraphRecorder` for each view.
-        candidate_views: returns the views of a model to record, in order of preference; None uses the model itself.
+        recorder: records; None makes a `GraphRecorder` whenever something is recorded.
 
     Attributes:
-        model: the view of the model that is recorded; without recordings the model itself.
         refusal: why nothing is recorded, or None.
     """
 
     what: ClassVar[str]
 
-    def __init__(
-        self,
-        lm: LanguageModel,
-        recorder: Recorder | None = None,
-        candidate_views: Callable[[PreTrainedModel], Iterable[PreTrainedModel]] | None = None,
-    ) -> None:
+    def __init__(self, lm: LanguageModel, recorder: GraphRecorder | None = None) -> None:
         self._lm, self._fixed_recorder, self._recorder = lm, recorder, recorder
-        self._candidate_views = candidate_views or (lambda model: [model])
         self._graphs: dict[int, GraphT] = {}
-        self.model = lm.model
         self._lock = threading.Lock()
         self.refusal: str | None = "compile() has not been called"
 
@@ -76,26 +66,20 @@ class GraphRunner(ABC, Generic[GraphT]):
         """
         from qcfuse_rag.runtime.graphs.recorder import missing_kernels
 
-        self._graphs, self.model, self.refusal = {}, self._lm.model, missing_kernels(self._lm)
+        self._graphs, self._recorder = {}, self._fixed_recorder  # frees an earlier recorder with all its graphs
+        self.refusal = missing_kernels(self._lm)
         if self.refusal is not None:
             return
-        refusals: dict[int, str] = {}
-        for model in self._candidate_views(self._lm.model):
-            self._graphs, self._recorder = {}, self._fixed_recorder  # frees an earlier recorder with all its graphs
-            self._graphs, refusals = self._record(model, sizes)
-            if self._graphs or (self._recorder is not None and self._recorder.broken is not None):
-                break
+        self._graphs, refusals = self._record(sizes)
         if refusals:
             reasons = "; ".join(f"{size}: {refusal}" for size, refusal in refusals.items())
             LOG.warning("%s of some sizes are launched kernel by kernel: %s", self.what, reasons)
-        if self._graphs:
-            self.model, self.refusal = model, None
-        else:
+        if not self._graphs:
             self._recorder, self.refusal = None, next(iter(refusals.values()), "there is no size to record")
 
     @abstractmethod
-    def _record(self, model: PreTrainedModel, sizes: Sequence[int]) -> tuple[dict[int, GraphT], dict[int, str]]:
-        """Record and check a view; return recordings by size, and reasons for the sizes without one."""
+    def _record(self, sizes: Sequence[int]) -> tuple[dict[int, GraphT], dict[int, str]]:
+        """Record and check; return recordings by size, and reasons for the sizes without one."""
 
     def _fitting(self, size: int) -> GraphT | None:
         """Return the smallest recording of at least this size, if there is one."""
@@ -103,7 +87,7 @@ class GraphRunner(ABC, Generic[GraphT]):
         fitting = [recorded for recorded in graphs if recorded >= size]
         return graphs[min(fitting)] if fitting else None
 
-    def _open_recorder(self) -> Recorder:
+    def _open_recorder(self) -> GraphRecorder:
         from qcfuse_rag.runtime.graphs.recorder import GraphRecorder
 
         self._recorder = self._recorder or GraphRecorder(self._lm.device)
@@ -113,11 +97,9 @@ class GraphRunner(ABC, Generic[GraphT]):
 class PrefillRunner(GraphRunner["LayerGraphs"]):
     """Computes passes over some rows of a prompt, with recorded layers where they fit.
 
-    Safe to use from several threads: while one thread runs recorded layers, others launch theirs kernel by kernel. The
-    arguments are those of `GraphRunner`.
+    Safe to use from several threads: while one thread runs recorded layers, others launch theirs kernel by kernel.
 
     Attributes:
-        refusal: why no passes are recorded, or None if some are.
         replayed: the number of passes run with recorded layers so far.
     """
 
@@ -154,10 +136,10 @@ class PrefillRunner(GraphRunner["LayerGraphs"]):
         """Record passes of these numbers of rows, except those of the model's window or more."""
         self._compile(rows)
 
-    def _record(self, model: PreTrainedModel, sizes: Sequence[int]) -> tuple[dict[int, LayerGraphs], dict[int, str]]:
+    def _record(self, sizes: Sequence[int]) -> tuple[dict[int, LayerGraphs], dict[int, str]]:
         from qcfuse_rag.runtime.graphs.layers import record_layers
 
-        return record_layers(self._lm, model, sizes, self._open_recorder, self._exclusively)
+        return record_layers(self._lm, sizes, self._open_recorder, self._exclusively)
 
     def _replay(self, ids: Tensor, plan: RowsPlan, run: Callable[[LayerGraphs], T]) -> T | None:
         """Run the smallest recorded pass that fits; return None if none fits or another thread runs one."""
@@ -185,13 +167,7 @@ class PrefillRunner(GraphRunner["LayerGraphs"]):
 
 
 class DecodeRunner(GraphRunner["StepGraph"]):
-    """Computes decode steps, with a recorded step where one fits.
-
-    Safe to use from several threads; only one recorded step runs at a time. The arguments are those of `GraphRunner`.
-
-    Attributes:
-        refusal: why no steps are recorded, or None if they are.
-    """
+    """Computes decode steps, with a recorded step where one fits; safe to use from several threads."""
 
     what = "decode steps"
 
@@ -199,29 +175,28 @@ class DecodeRunner(GraphRunner["StepGraph"]):
     def __call__(self, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]) -> Tensor:
         """Compute the next row of each request; see `runtime.forward.forward_step`."""
         graph = self._fitting(len(tokens))
-        logits = None if graph is None else self._replay(graph, tokens, positions, buffers)
-        return forward_step(self._lm, tokens, positions, buffers) if logits is None else logits
+        if graph is None:
+            return forward_step(self._lm, tokens, positions, buffers)
+        return self._replay(graph, tokens, positions, buffers)
 
     def compile(self, requests: Sequence[int] = REQUESTS) -> None:
         """Record steps of these numbers of requests; all of them are correct, or none is used."""
         self._compile(requests)
 
-    def _record(self, model: PreTrainedModel, sizes: Sequence[int]) -> tuple[dict[int, StepGraph], dict[int, str]]:
+    def _record(self, sizes: Sequence[int]) -> tuple[dict[int, StepGraph], dict[int, str]]:
         from qcfuse_rag.runtime.graphs.steps import record_steps
 
-        return record_steps(self._lm, model, sizes, self._open_recorder, self._replay)
+        return record_steps(self._lm, sizes, self._open_recorder, self._replay)
 
     def _replay(
         self, graph: StepGraph, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]
-    ) -> Tensor | None:
-        """Compute a step with a recorded one; return None if the buffers are not aligned as its kernels expect."""
+    ) -> Tensor:
         assert self._recorder is not None
         empty = graph.inputs.shape[1] - len(tokens)
         inputs = torch.tensor([[*tokens, *[0] * empty], [*positions, *[0] * empty]])
         with self._lock:
             with self._recorder.exclusive():
-                if not graph.requests.bind(buffers):
-                    return None
+                graph.requests.bind(buffers)
                 graph.inputs.copy_(inputs, non_blocking=True)
                 graph.replay()
                 logits = graph.logits[: len(tokens)].clone()

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.runtime.kernels.limits import DTYPES, MAX_DIM
+from qcfuse_rag.runtime.kernels.support import DTYPES, MAX_DIM
 from qcfuse_rag.runtime.rows import AttentionParams
 
 try:

@@ -13,12 +13,20 @@ from torch import Tensor
 
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.kernels.limits import DTYPES, FP8_SINCE, MAX_DIM, OLDEST, SWITCH, TOLERANCE, relative_error
 
 LOG = logging.getLogger(__name__)
 
-
+SWITCH = "QCFUSE_KERNELS"
+"""Environment variable; `0` switches the kernels off, so that torch computes everything."""
+OLDEST = (8, 0)
+"""Oldest compute capability that is supported: Ampere, the first with bfloat16."""
+TOLERANCE = 1e-2
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_DIM = 256
+FP8_SINCE = (8, 9)
+"""First compute capability for which Triton converts fp8: Ada and Hopper."""
 ROWS, TOKENS, HEADS, KV_HEADS = 40, 300, 8, 2
+"""Of the operands on which kernels are compared with their references."""
 
 
 def kernels_available(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
@@ -147,3 +155,8 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
         for kind, (result, expected) in zip(("keys", "values"), placed.transpose(0, 1), strict=True):
             errors[f"place {kv_dtype} {kind}"] = relative_error(result, expected)
     return errors
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Return the relative error of a result in the Frobenius norm; NaN passes no comparison."""
+    return float((result.double() - expected.double()).norm() / expected.double().norm())

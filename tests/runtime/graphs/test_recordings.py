@@ -1,4 +1,4 @@
-"""Recorded passes give the results of the original passes; other passes are launched kernel by kernel.
+"""Recorded passes and decode steps give the results of launched ones; what cannot be recorded is launched.
 
 Without a CUDA device, the recorders of `tests.support.recorders` replace CUDA graphs.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,14 +18,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.cost import MeasuredCosts
-from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
-from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view_first
-from qcfuse_rag.runtime.graphs.recorder import Recorder
-from qcfuse_rag.runtime.graphs.runners import ROWS, PrefillRunner
+from qcfuse_rag.runtime.forward import forward_hidden, forward_rows, forward_step
+from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view
+from qcfuse_rag.runtime.graphs.runners import ROWS, DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.model_views import HookedLayer
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.runner import TransferOpener
@@ -35,27 +35,52 @@ from tests.support.damage import damaged
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_nested_model
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.recorders import DEVICE, AgainAndAgain, CountingRecorder, Failing, Remembering
+from tests.support.recorders import (
+    DEVICE,
+    AgainAndAgain,
+    Breaking,
+    CountingRecorder,
+    Failing,
+    Forgetful,
+    FullAt,
+    Remembering,
+    Spoiling,
+)
 from tests.support.runners import loading_first
 
 pytest.importorskip("triton")
 
-FAMILIES = ["llama", "gemma2-softcap", "gemma3-two-ropes", "qwen3-qk-norm", "cohere2-interleaved", "nested"]
+STEP_FAMILIES = ["llama", "gemma2-softcap", "qwen3-qk-norm"]
+FAMILIES = [*STEP_FAMILIES, "gemma3-two-ropes", "cohere2-interleaved", "nested"]
 if DEVICE.type == "cpu":  # on a GPU its experts wait for the device, which cannot be recorded
+    STEP_FAMILIES.append("gpt-oss-sinks")
     FAMILIES.append("gpt-oss-sinks")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+Runner = PrefillRunner | DecodeRunner
+every_runner = pytest.mark.parametrize("kind", [PrefillRunner, DecodeRunner], ids=["passes", "steps"])
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    seams.steps_have_kernels(monkeypatch, lambda *_: True)
     seams.recorder_has_kernels(monkeypatch, lambda *_: True)
+    seams.decode_trial_lengths(monkeypatch, (5, 6, 70))
     if DEVICE.type == "cpu":
         seams.large_blocks(monkeypatch)
 
 
-def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
+def model_of(family: str, tokenizer: PreTrainedTokenizerFast, *, fused: bool = False) -> LanguageModel:
     model = build_nested_model(layers=2) if family == "nested" else build_model(family, num_hidden_layers=2)
-    return LanguageModel.wrap(model.to(DEVICE), tokenizer)
+    lm = LanguageModel.wrap(model.to(DEVICE), tokenizer)
+    if fused:
+        lm.__dict__["fused_model"] = fused_view(lm.model)
+    return lm
+
+
+def recorded(kind: type[Any], lm: LanguageModel, recorder: Any, *sizes: int) -> Any:
+    runner = kind(lm, recorder)
+    runner.compile(sizes)
+    return runner
 
 
 def two_buffers(lm: LanguageModel, capacity: int) -> tuple[KVBuffer, KVBuffer]:
@@ -75,31 +100,57 @@ def on_device(*numbers: int) -> Tensor:
     return torch.tensor(numbers, device=DEVICE)
 
 
+def compare_passes(passes: PrefillRunner, lm: LanguageModel, rows: Sequence[int], **options: Any) -> None:
+    """Check that a pass over rows gives what it gives when it is launched."""
+    at, (launched, found) = on_device(*rows), two_buffers(lm, rows[-1] + 5)
+    plan, ids = RowsPlan(at, rows[-1] + 1, windows=lm.sliding, **options), torch.arange(7, 7 + len(rows), device=DEVICE)
+    result, expected = passes.logits(ids, plan, found), forward_rows(lm, ids, plan, launched)
+    assert torch.allclose(result, expected, **CLOSE)
+    assert agree(found, launched)
+
+
+def compare_steps(steps: DecodeRunner, lm: LanguageModel, positions: list[int]) -> None:
+    """Check that a step gives what it gives when it is launched."""
+    pairs = [two_buffers(lm, position + 5) for position in positions]
+    launched, found = ([pair[side] for pair in pairs] for side in (0, 1))
+    tokens = list(range(7, 7 + len(positions)))
+    result, expected = steps(tokens, positions, found), forward_step(lm, tokens, positions, launched)
+    assert torch.allclose(result, expected, **CLOSE)
+    assert all(agree(*pair) for pair in pairs)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_recorded_pass_is_the_pass(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
     """With as many rows as were recorded and with fewer, anywhere in a prompt of any length, in any buffer."""
-    lm, recorder = model_of(family, tokenizer), CountingRecorder()
-    passes = PrefillRunner(lm, recorder, fused_view_first)
-    passes.compile(rows=(4, 8))
+    plain, recorder = model_of(family, tokenizer), CountingRecorder()
+    passes = recorded(PrefillRunner, model_of(family, tokenizer, fused=True), recorder, 4, 8)
     assert passes.refusal is None
-    assert recorder.recorded == 2 * lm.n_layers
+    assert recorder.recorded == 2 * plain.n_layers
     compared = passes.replayed
     for rows in ([0, 1, 2, 9], [5, 70, 71, 72, 90, 99], [3, 4, 5, 6, 7, 8, 9, 120], [30]):
-        ids, at, before = torch.arange(7, 7 + len(rows), device=DEVICE), on_device(*rows), recorder.replayed
-        launch_buffer, replay_buffer = two_buffers(lm, rows[-1] + 5)
-        plan = RowsPlan.of(at, lm.sliding)
-        expected, result = forward_rows(lm, ids, plan, launch_buffer), passes.logits(ids, plan, replay_buffer)
-        assert recorder.replayed == before + lm.n_layers
-        assert torch.allclose(result, expected, **CLOSE)
-        assert agree(replay_buffer, launch_buffer)
+        before = recorder.replayed
+        compare_passes(passes, plain, rows)
+        assert recorder.replayed == before + plain.n_layers
     assert passes.replayed == compared + 4
+
+
+@pytest.mark.parametrize("family", STEP_FAMILIES)
+def test_a_recorded_step_is_the_step(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """For as many requests as it was recorded for and for fewer, at any position, in any buffers."""
+    plain, recorder = model_of(family, tokenizer), CountingRecorder()
+    sizes = (1, 3) if family == "llama" else (3,)
+    steps = recorded(DecodeRunner, model_of(family, tokenizer, fused=True), recorder, *sizes)
+    assert steps.refusal is None
+    for positions in ([40], [70, 0], [50, 3, 20]):
+        before = recorder.replayed
+        compare_steps(steps, plain, positions)
+        assert recorder.replayed == before + 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2-softcap"])
 def test_a_probe_observes_the_same_in_a_recorded_pass(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
-    passes = PrefillRunner(lm, recorder)
-    passes.compile(rows=(8,))
+    passes = recorded(PrefillRunner, lm, recorder, 8)
     before, depth = recorder.replayed, lm.n_layers - 1
     launch_buffer, replay_buffer = two_buffers(lm, 60)
     seen: list[list[tuple[object, ...]]] = []
@@ -127,7 +178,7 @@ def test_a_probe_observes_the_same_in_a_recorded_pass(family: str, tokenizer: Pr
 
 
 @pytest.fixture(scope="module")
-def recorded(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, CountingRecorder]:
+def compiled(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, CountingRecorder]:
     """An engine with recorded passes, and a recorder that counts the layers replayed."""
     engine, recorder = make_engine(model_of("llama", tokenizer), MemoryStore()), CountingRecorder()
     engine.warm(PASSAGES, bases=(FRAMED,))
@@ -143,10 +194,10 @@ def recorded(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, Counting
 
 @pytest.mark.parametrize("method", ["prophetkv", "epic", "qcfuse", "relaxkv", "full"])
 def test_answers_are_the_same_with_recorded_passes(
-    method: str, recorded: tuple[FusionEngine, CountingRecorder]
+    method: str, compiled: tuple[FusionEngine, CountingRecorder]
 ) -> None:
     """If either the probe or the pass cannot be recorded, the other is; for full prefill neither is."""
-    engine, recorder = recorded
+    engine, recorder = compiled
     prompt = engine.prompt(QUESTION, PASSAGES[:2])
     chosen = make_method(method) if method == "full" else make_method(method, ratio=0.2, base=FRAMED)
     expected, before = fuse_prompt(loading_first(engine.lm, engine.store), prompt, chosen), recorder.replayed
@@ -157,8 +208,8 @@ def test_answers_are_the_same_with_recorded_passes(
     assert torch.allclose(result.logits, expected.logits, **CLOSE)
 
 
-def test_an_exact_answer_is_healed_by_recorded_passes(recorded: tuple[FusionEngine, CountingRecorder]) -> None:
-    engine, recorder = recorded
+def test_an_exact_answer_is_healed_by_recorded_passes(compiled: tuple[FusionEngine, CountingRecorder]) -> None:
+    engine, recorder = compiled
     prompt, params, before = engine.prompt(QUESTION, PASSAGES[:2]), SamplingParams(max_new_tokens=4), recorder.replayed
     exact = replace(params, fidelity="exact")
     result = engine.generate(prompt, exact, method=make_method("epic", ratio=0.2, base=FRAMED))
@@ -168,8 +219,7 @@ def test_an_exact_answer_is_healed_by_recorded_passes(recorded: tuple[FusionEngi
 
 def test_each_layer_waits_for_its_stored_data(tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
-    passes = PrefillRunner(lm, recorder)
-    passes.compile(rows=(4,))
+    passes = recorded(PrefillRunner, lm, recorder, 4)
     launch_buffer, stored = two_buffers(lm, 30)
     replay_buffer = lm.empty_buffer(30)
     for tensor in (*replay_buffer.keys, *replay_buffer.values):
@@ -190,9 +240,9 @@ def test_each_layer_waits_for_its_stored_data(tokenizer: PreTrainedTokenizerFast
 
 
 def test_a_chunk_found_damaged_in_a_recorded_pass_is_computed(
-    recorded: tuple[FusionEngine, CountingRecorder], monkeypatch: pytest.MonkeyPatch
+    compiled: tuple[FusionEngine, CountingRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, recorder = recorded
+    engine, recorder = compiled
     [key] = engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
     chunk = engine.store.get(key)
     assert isinstance(chunk, ChunkKV)
@@ -212,8 +262,7 @@ def test_a_chunk_found_damaged_in_a_recorded_pass_is_computed(
 def test_while_one_pass_runs_recorded_layers_others_are_launched(tokenizer: PreTrainedTokenizerFast) -> None:
     """A recorded pass waits for its store between layers; other passes do not wait for it."""
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
-    passes = PrefillRunner(lm, recorder)
-    passes.compile(rows=(4,))
+    passes = recorded(PrefillRunner, lm, recorder, 4)
     waits, goes_on = threading.Event(), threading.Event()
     plan, ids = RowsPlan.of(on_device(10, 11, 19), lm.sliding), on_device(1, 2, 3)
     (launch_buffer, replay_buffer), (_, slow) = two_buffers(lm, 20), two_buffers(lm, 20)
@@ -238,42 +287,20 @@ def test_while_one_pass_runs_recorded_layers_others_are_launched(tokenizer: PreT
     assert torch.allclose(result[0], forward_rows(lm, ids, plan, slow_other), **CLOSE)
 
 
-def test_passes_that_fit_no_recording_are_launched(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_fits_no_recording_is_launched(tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
-    passes = PrefillRunner(lm, recorder)
-    passes.compile(rows=(4,))
+    passes, steps = recorded(PrefillRunner, lm, recorder, 4), recorded(DecodeRunner, lm, recorder, 1)
     before = recorder.replayed
-    shifted = [torch.empty(key.numel() + 1, device=DEVICE)[1:].view(key.shape) for key in two_buffers(lm, 9)[0].keys]
-    cases = {
-        "more rows": (on_device(1, 2, 3, 4, 8), {}, None),
-        "every row": (on_device(0, 1, 2), {}, None),
-        "sets of visible keys": (on_device(5, 8), {"visible": [on_device(0, 5, 8)] * lm.n_layers}, None),
-        "a buffer that is not aligned": (on_device(5, 8), {}, shifted),
-    }
-    for name, (rows, options, keys) in cases.items():
-        launch_buffer, replay_buffer = two_buffers(lm, 9)
-        if keys is not None:
-            for target, source in zip(keys, replay_buffer.keys, strict=True):
-                target.copy_(source)
-            replay_buffer = KVBuffer(tuple(keys), replay_buffer.values)
-        plan = RowsPlan(rows, int(rows[-1]) + 1, windows=lm.sliding, **options)  # type: ignore[arg-type]
-        result, expected = passes.logits(rows, plan, replay_buffer), forward_rows(lm, rows, plan, launch_buffer)
-        assert torch.allclose(result, expected, **CLOSE), name
-        assert recorder.replayed == before, name
-
-
-class Spoiling(AgainAndAgain):
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        def spoil() -> None:
-            compute().fill_(torch.nan)
-
-        return compute(), spoil
+    compare_passes(passes, lm, [1, 2, 3, 4, 8])  # more rows
+    compare_passes(passes, lm, [0, 1, 2])  # every row
+    compare_passes(passes, lm, [5, 8], visible=[on_device(0, 5, 8)] * lm.n_layers)
+    compare_steps(steps, lm, [4, 5])
+    assert recorder.replayed == before
 
 
 def test_a_model_that_gives_its_layers_other_inputs_is_launched(tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
-    passes = PrefillRunner(lm, recorder)
-    passes.compile(rows=(4,))
+    passes = recorded(PrefillRunner, lm, recorder, 4)
     before = recorder.replayed
     launch_buffer, replay_buffer = two_buffers(lm, 9)
     plan, ids = RowsPlan.of(on_device(2, 8), lm.sliding), on_device(1, 2)
@@ -291,31 +318,6 @@ def test_a_model_that_gives_its_layers_other_inputs_is_launched(tokenizer: PreTr
     assert torch.allclose(result, expected, **CLOSE)
 
 
-class Forgetful(AgainAndAgain):
-    """Records a model's layers; the replay of the second one does nothing."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        result, again = super().record(compute)
-        self.seen += 1
-        return (result, lambda: None) if self.seen == 2 else (result, again)
-
-
-class FullAt(AgainAndAgain):
-    """Has no memory for passes of this number of rows or more."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        result, again = super().record(compute)
-        if result.shape[1] >= self.rows:
-            raise torch.OutOfMemoryError("no room")
-        return result, again
-
-
 def test_without_memory_for_many_rows_fewer_are_recorded(
     tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -327,12 +329,8 @@ def test_without_memory_for_many_rows_fewer_are_recorded(
     for size in (16, 8):
         assert f"{size}: recording failed: OutOfMemoryError: no room" in caplog.text
     compared = passes.replayed
-    for rows, replayed in ((on_device(2, 8), 1), (on_device(1, 2, 3, 4, 8), 0)):
-        launch_buffer, replay_buffer = two_buffers(lm, 9)
-        plan = RowsPlan.of(rows, lm.sliding)
-        assert torch.allclose(
-            passes.logits(rows, plan, replay_buffer), forward_rows(lm, rows, plan, launch_buffer), **CLOSE
-        )
+    for rows, replayed in (([2, 8], 1), ([1, 2, 3, 4, 8], 0)):
+        compare_passes(passes, lm, rows)
         assert passes.replayed == compared + replayed
         compared = passes.replayed
 
@@ -360,40 +358,57 @@ def test_recorded_passes_are_priced_once_they_are_timed(tokenizer: PreTrainedTok
     assert (measured().recorded_rows, measured().recorded_pass_s) == (16, 0.01)
 
 
+@every_runner
 @pytest.mark.parametrize(
     ("recorder", "reason"),
     [
-        (Failing(), "recording failed: RuntimeError: called"),
-        (Remembering(), "differs from the original by"),
-        (Spoiling(), "differs from the original by nan"),
-        (Forgetful(), "differs from the original by"),
+        (Failing, "recording failed: RuntimeError: called"),
+        (Breaking, "it ended half way"),
+        (Remembering, "differs from the original by"),
+        (Spoiling, "differs from the original by nan"),
     ],
-    ids=["failing", "remembering", "spoiling", "forgetful"],
 )
-def test_passes_that_cannot_be_recorded_are_launched_and_the_reason_is_logged(
-    recorder: Recorder, reason: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+def test_what_cannot_be_recorded_is_launched_and_the_reason_is_logged(
+    kind: type[Runner],
+    recorder: type[AgainAndAgain],
+    reason: str,
+    tokenizer: PreTrainedTokenizerFast,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     lm = model_of("llama", tokenizer)
-    passes = PrefillRunner(lm, recorder)
-    assert "compile" in str(passes.refusal)
+    assert "compile" in str(kind(lm).refusal)
     with caplog.at_level(logging.WARNING):
-        passes.compile(rows=(4,))
-    assert reason in str(passes.refusal)
+        runner = recorded(kind, lm, recorder(), 2)
+    assert reason in str(runner.refusal)
     assert reason in caplog.text
-    launch_buffer, replay_buffer = two_buffers(lm, 9)
-    plan, ids = RowsPlan.of(on_device(2, 8), lm.sliding), on_device(1, 2)
-    assert torch.equal(passes.logits(ids, plan, replay_buffer), forward_rows(lm, ids, plan, launch_buffer))
+    if kind is DecodeRunner:
+        compare_steps(runner, lm, [4])
+    else:
+        compare_passes(runner, lm, [2, 8])
 
 
+def test_a_pass_with_one_layer_that_computes_nothing_is_not_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
+    passes = recorded(PrefillRunner, model_of("llama", tokenizer), Forgetful(), 4)
+    assert "differs from the original by" in str(passes.refusal)
+
+
+@every_runner
 def test_without_kernels_nothing_is_recorded(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    kind: type[Runner], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seams.recorder_has_kernels(monkeypatch, lambda *_: False)
     recorder = CountingRecorder()
-    passes = PrefillRunner(model_of("llama", tokenizer), recorder)
-    passes.compile()
+    assert "there are no kernels" in str(recorded(kind, model_of("llama", tokenizer), recorder, 2).refusal)
     assert recorder.recorded == 0
-    assert "there are no kernels" in str(passes.refusal)
+
+
+@every_runner
+def test_what_does_not_write_its_keys_is_not_recorded(
+    kind: type[Runner], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seams.KERNELS["append"](monkeypatch, lambda *_: None)
+    runner = recorded(kind, model_of("llama", tokenizer), CountingRecorder(), 2)
+    assert "differs from the original by nan" in str(runner.refusal)
 
 
 def test_recorded_numbers_of_rows_leave_few_extra_rows() -> None:
@@ -423,20 +438,34 @@ def test_views_of_the_model_are_made_once(tokenizer: PreTrainedTokenizerFast, mo
     assert made == [0]  # only for the first layer, by the first pass that ends after it
 
 
-def test_a_view_with_other_results_is_not_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_answers_are_the_same_with_recorded_steps(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine, recorder = make_engine(model_of("llama", tokenizer), MemoryStore()), CountingRecorder()
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    prompts = [engine.prompt(question, PASSAGES) for question in (QUESTION, "Why?")]
+    params, method = SamplingParams(max_new_tokens=4), make_method("qcfuse", ratio=0.3, base=FRAMED)
+    expected = [engine.generate(prompt, params, method=method).ids for prompt in prompts]
+    engine.runner.decodes = recorded(DecodeRunner, engine.lm, recorder, 2)
+    before = recorder.replayed
+    assert [engine.generate(prompt, params, method=method).ids for prompt in prompts] == expected
+    with Scheduler(engine) as scheduler:
+        answers = [scheduler.submit(prompt, params, method=method) for prompt in prompts]
+        assert [answer.result(60).ids for answer in answers] == expected
+    assert recorder.replayed > before
+
+
+def test_threads_share_recorded_steps(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = model_of("llama", tokenizer)
-    other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
-    offered = iter([other.model, lm.model])
-    passes = PrefillRunner(lm, CountingRecorder(), lambda model: offered)
-    passes.compile(rows=(8,))
-    assert passes.refusal is None
-    assert next(offered, None) is None, "both were tried"
+    steps = recorded(DecodeRunner, lm, CountingRecorder(), 1)
+    assert steps.refusal is None
+    pairs = [two_buffers(lm, capacity) for capacity in (12, 20, 30)]
+    expected = [forward_step(lm, [at], [5 + at], [launched]) for at, (launched, _) in enumerate(pairs)]
+    right: list[bool] = []
 
+    def ask(at: int) -> None:
+        for _ in range(2):
+            logits = steps([at], [5 + at], [pairs[at][1]])
+            right.append(torch.allclose(logits, expected[at], rtol=1e-4, atol=1e-4))
 
-def test_passes_that_do_not_write_their_keys_are_not_recorded(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seams.KERNELS["append"](monkeypatch, lambda *_: None)
-    passes = PrefillRunner(model_of("llama", tokenizer), CountingRecorder())
-    passes.compile(rows=(8,))
-    assert "differs from the original by nan" in str(passes.refusal)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(ask, range(3)))
+    assert right == [True] * 6
