@@ -164,7 +164,7 @@ class FusedPrompt:
             self.buffer,
             self.lm.ropes,
             pending,
-            transfer=self.runner.transfers.open(),
+            transfer=self.lm.transfer(),
             wait_budget=wait_budget,
         )
         self.buffer = replace(self.buffer, wait_for_layer=self.loader.wait)

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -34,10 +34,6 @@ from qcfuse_rag.store.backends.index import INDEX_FAILURES
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import BASES, BLIND
-
-if TYPE_CHECKING:
-    from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
-    from qcfuse_rag.runtime.runner import TransferOpener
 
 SAMPLES = 3
 """Timed passes of each size; the fastest counts, because other work disturbs it least."""
@@ -167,15 +163,14 @@ class MeasuredCosts:
         lm: the model.
         store: the store.
         passes: runs the model's passes.
-        transfers: opens the transfers by which requests load.
 
     Attributes:
         recorded_pass_s: see `Costs`; None until `engine.first_passes` has measured it, which it does where passes are
             recorded. It is not kept in the file.
     """
 
-    def __init__(self, lm: LanguageModel, store: KVStore, passes: PrefillRunner, transfers: TransferOpener) -> None:
-        self._lm, self._store, self._passes, self._transfers = lm, store, passes, transfers
+    def __init__(self, lm: LanguageModel, store: KVStore, passes: PrefillRunner) -> None:
+        self._lm, self._store, self._passes = lm, store, passes
         self._costs: Costs | None = None
         self.recorded_pass_s: float | None = None
         self._lock = threading.Lock()
@@ -200,7 +195,7 @@ class MeasuredCosts:
         if saved is not None:
             return saved
         self._costs = self._costs or measure_passes(self._lm)
-        times = call_with_timeout(limit_s, partial(measure_loading, self._lm, self._store, self._transfers))
+        times = call_with_timeout(limit_s, partial(measure_loading, self._lm, self._store))
         if times is None:
             return self._costs
         costs = replace(self._costs, load_s=times.far_s, near_load_s=times.near_s)
@@ -292,7 +287,7 @@ class LoadTimes(NamedTuple):
 
 
 @torch.inference_mode()
-def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener) -> LoadTimes | None:
+def measure_loading(lm: LanguageModel, store: KVStore) -> LoadTimes | None:
     """Return the median times of loading a token; None if no passage can be read. The store's entries stay as they are.
 
     Passages are loaded from the farthest tier on this machine as by a request; a tier in memory copies them first.
@@ -306,7 +301,7 @@ def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener
         held: list[ChunkKV] = []
         times: list[LoadTimes] = []
         for start in range(0, len(chunks), size)[:LOADS]:
-            found = _load_once(lm, chunks[start : start + size], transfers.open(), memory, held)
+            found = _load_once(lm, chunks[start : start + size], memory, held)
             times += [found] if found else []
             while sum(chunk.nbytes for chunk in held) > HELD_BYTES:
                 held.pop(0)
@@ -335,7 +330,6 @@ def _stored_chunks(lm: LanguageModel, store: KVStore, prefix: str) -> list[Chunk
 def _load_once(
     lm: LanguageModel,
     chunks: Sequence[ChunkKV],
-    transfer: HostToDevice | None,
     memory: MemoryStore | None,
     held: list[ChunkKV],
 ) -> LoadTimes | None:
@@ -362,7 +356,7 @@ def _load_once(
 
     def load() -> None:
         loading = [LoadingChunk(start, chunk) for start, chunk in zip(starts, near, strict=True)]
-        loader = LayerLoader(buffer, lm.ropes, loading, transfer=transfer, wait_budget=WaitBudget(None))
+        loader = LayerLoader(buffer, lm.ropes, loading, transfer=lm.transfer(), wait_budget=WaitBudget(None))
         try:
             loader.wait()
         finally:
@@ -373,5 +367,5 @@ def _load_once(
         load_s = timed(lm.device, load)
     except LateMissError as late:
         readable = [chunk for start, chunk in zip(starts, chunks, strict=True) if start not in late.misses]
-        return _load_once(lm, readable, transfer, memory, held) if readable else None
+        return _load_once(lm, readable, memory, held) if readable else None
     return LoadTimes((copy_s + load_s) / ends[-1], load_s / ends[-1])

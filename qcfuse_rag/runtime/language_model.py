@@ -29,6 +29,8 @@ from qcfuse_rag.runtime.kernels.support import kernels_available
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+    from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
+
 
 def build_grammar_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
     """Convert a vocabulary for llguidance, padded to the width of the model's logits; this can take seconds.
@@ -172,6 +174,16 @@ class LanguageModel:
         if not kernels_available(self.device, self.dtype, self.widest_head):
             return self.model
         return fused_view(self.model)
+
+    def transfer(self) -> HostToDevice | None:
+        """Return the link by which chunks reach the model's device; None if placement copies them itself."""
+        return self._link if kernels_available(self.device, self.dtype, self.widest_head) else None
+
+    @cached_property
+    def _link(self) -> HostToDevice:
+        from qcfuse_rag.runtime.loading.host_to_device import HostToDevice  # page-locked memory
+
+        return HostToDevice(self.device)
 
     @property
     def widest_head(self) -> int:

@@ -4,44 +4,19 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
-from qcfuse_rag.runtime.buffer import SPARE_BYTES, BufferPool, KVBuffer
+from qcfuse_rag.runtime.buffer import BufferPool, KVBuffer
 from qcfuse_rag.runtime.cost import MeasuredCosts
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
-
-if TYPE_CHECKING:
-    from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
 from qcfuse_rag.store.backends.memory import MemoryStore
 
 LOG = logging.getLogger(__name__)
-
-
-class TransferOpener:
-    """Opens the transfers of an engine's requests. All use one link, which the first of them makes."""
-
-    def __init__(self, lm: LanguageModel) -> None:
-        self._lm = lm
-        self._link: TransferLink | None = None
-        self._lock = threading.Lock()
-
-    def open(self) -> HostToDevice | None:
-        """Return the transfer of one request's chunks to the model's device; None if placement copies them itself."""
-        lm = self._lm
-        if not kernels_available(lm.device, lm.dtype, lm.widest_head):
-            return None
-        from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink  # page-locked memory
-
-        with self._lock:
-            self._link = self._link or TransferLink(lm.device)
-        return HostToDevice(self._link)
 
 
 class ModelRunner:
@@ -56,30 +31,21 @@ class ModelRunner:
         load_limit_s: most seconds that a request waits for the store in total; chunks that have not arrived by then
             are computed. None sets no limit.
         overlap: load the stored layers while passes compute; False loads all of them before the first pass.
-        max_spare_bytes: most bytes of unused host memory to keep for the buffers of later requests; 0 turns the pool
-            off.
 
     Attributes:
         prefills: computes rows of a prompt.
         decodes: computes the next token's row of one or several requests.
         costs: the measured costs of passes and loading, which a method's guard uses.
-        pool: provides buffers in host memory, or None.
+        pool: provides buffers in host memory.
         free_memory: called if a device has no memory for a request's buffer, which is then allocated again; None if
             nothing can be freed.
-        transfers: opens transfers of stored chunks to the model's device.
 
     Raises:
         ValueError: if `load_limit_s` is not positive.
     """
 
     def __init__(
-        self,
-        lm: LanguageModel,
-        store: KVStore,
-        *,
-        load_limit_s: float | None = None,
-        overlap: bool = True,
-        max_spare_bytes: int = SPARE_BYTES,
+        self, lm: LanguageModel, store: KVStore, *, load_limit_s: float | None = None, overlap: bool = True
     ) -> None:
         if load_limit_s is not None and load_limit_s <= 0:
             raise ValueError(f"the most seconds to wait for a store must be positive or None, got {load_limit_s}")
@@ -88,17 +54,16 @@ class ModelRunner:
         self.load_limit_s, self.overlap = load_limit_s, overlap
         self.prefills = PrefillRunner(lm)
         self.decodes = DecodeRunner(lm)
-        self.transfers = TransferOpener(lm)
-        self.costs = MeasuredCosts(lm, store, self.prefills, self.transfers)
-        self.pool = BufferPool(max_spare_bytes) if max_spare_bytes else None
+        self.costs = MeasuredCosts(lm, store, self.prefills)
+        self.pool = BufferPool()
         self.free_memory: Callable[[], None] | None = None
         kernels_available(lm.device, lm.dtype, lm.widest_head)
 
     def with_store(self, store: KVStore) -> ModelRunner:
-        """Return a runner of the same model over another store; recorded passes, link and pool are shared."""
+        """Return a runner of the same model over another store; recorded passes and pool are shared."""
         _page_lock(self.lm, store)
         runner = copy.copy(self)
-        runner.store, runner.costs = store, MeasuredCosts(self.lm, store, self.prefills, self.transfers)
+        runner.store, runner.costs = store, MeasuredCosts(self.lm, store, self.prefills)
         runner.costs.recorded_pass_s = self.costs.recorded_pass_s
         return runner
 

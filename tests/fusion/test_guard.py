@@ -20,7 +20,6 @@ from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.cost import Costs, PrefillEstimate, measure_loading
 from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
-from qcfuse_rag.runtime.runner import TransferOpener
 from qcfuse_rag.store.backends.base import EntryInfo
 from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
@@ -223,7 +222,7 @@ class Unlisted(MemoryStore):
 def test_a_store_that_cannot_be_listed_costs_no_answer(llama: LanguageModel) -> None:
     engine = FusionEngine(llama, Unlisted(), method=guarded())
     engine.warm(PASSAGES, bases=(FRAMED,))
-    assert measure_loading(llama, engine.store, TransferOpener(llama)) is None
+    assert measure_loading(llama, engine.store) is None
     assert engine.runner.costs().load_s == 0, "nothing could be timed"
     prompt = engine.prompt(QUESTION, PASSAGES)
     done = engine.prefill(prompt)

@@ -12,7 +12,6 @@ import pytest
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TieredStore, make_method
 from qcfuse_rag.fusion.method import BreakEven
 from qcfuse_rag.runtime.cost import Costs, PrefillEstimate, costs_path, measure_loading, measure_passes, read_costs
-from qcfuse_rag.runtime.runner import TransferOpener
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, ChunkKey
@@ -120,7 +119,7 @@ def test_a_pass_that_waits_for_the_host_tells_nothing_of_rows(
 def test_loading_is_measured_when_there_is_something_to_load(llama: LanguageModel) -> None:
     engine = make_engine(llama, MemoryStore())
     assert engine.runner.costs().load_s == 0.0
-    assert measure_loading(llama, engine.store, TransferOpener(llama)) is None
+    assert measure_loading(llama, engine.store) is None
     engine.warm(PASSAGES, bases=(FRAMED,))
     assert engine.runner.costs().load_s > 0
 
@@ -155,13 +154,13 @@ def test_loading_is_timed_from_disk_and_from_memory(
     monkeypatch.setattr(MemoryStore, "copy_of", watched_copy)
     with DiskStore(tmp_path) as far:
         make_engine(llama, far).warm(PASSAGES, bases=(FRAMED,))
-        alone = measure_loading(llama, far, TransferOpener(llama))
+        alone = measure_loading(llama, far)
         assert alone is not None
         assert alone.far_s == alone.near_s > 0
         store = TieredStore(MemoryStore(), far)
         for _ in range(2):
             opened.clear(), copied.clear(), copies.clear()
-            found = measure_loading(llama, store, TransferOpener(llama))
+            found = measure_loading(llama, store)
             assert found is not None
             assert found.far_s > found.near_s > 0
             assert set(opened) == {far.kind}
@@ -179,7 +178,7 @@ def test_a_damaged_passage_is_left_out_of_the_timing(llama: LanguageModel) -> No
 
     store = Damaged()
     make_engine(llama, store).warm(PASSAGES, bases=(FRAMED,))
-    assert measure_loading(llama, store, TransferOpener(llama)) is not None
+    assert measure_loading(llama, store) is not None
 
 
 # --- keeping

@@ -21,7 +21,7 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, PinnedRing, TransferLink
+from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, PinnedRing
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.simulated.cuda import moved
@@ -99,7 +99,7 @@ def test_requests_share_the_device(device: Device, tokenizer: PreTrainedTokenize
 
 def test_the_ring_waits_for_the_link_before_it_reuses_memory(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer, blocks = (
-        HostToDevice(TransferLink(torch.device("cuda", 0))),
+        HostToDevice(torch.device("cuda", 0)),
         [torch.full((500,), float(n)) for n in range(12)],
     )
     handle = transfer.send(blocks)

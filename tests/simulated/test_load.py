@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
+from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, WaitBudget
 from qcfuse_rag.runtime.loading.sources import LoadingChunk
 from qcfuse_rag.store.chunk import ChunkKV
@@ -75,7 +75,7 @@ def test_page_locked_chunks_are_sent_by_few_copies(
         LayerLoader(buffer, ropes, loading, transfer=transfer, wait_budget=WaitBudget(None)).wait()
         return buffer
 
-    expected, link = loaded(torch.device("cpu"), None), HostToDevice(TransferLink(gpu))
+    expected, link = loaded(torch.device("cpu"), None), HostToDevice(gpu)
     copies, launches = device.launched["aten::copy_"], device.launched["place"]
     found = loaded(gpu, link)
     assert device.launched["aten::copy_"] - copies == 4 * n_chunks
@@ -93,7 +93,7 @@ def test_chunks_on_the_device_are_placed_without_a_thread(device: Device, monkey
     chunk = store.get(example_key())
     assert isinstance(chunk, ChunkKV)
     buffer = KVBuffer.allocate([shape] * n_layers, 2, dtype=torch.float32, device=gpu)
-    transfer, ropes = HostToDevice(TransferLink(gpu)), [LayerRope(torch.zeros(8))] * n_layers
+    transfer, ropes = HostToDevice(gpu), [LayerRope(torch.zeros(8))] * n_layers
     monkeypatch.setattr(threading, "Thread", None)
     copies = device.launched["aten::copy_"]
     loader = LayerLoader(buffer, ropes, [LoadingChunk(0, chunk)], transfer=transfer, wait_budget=WaitBudget(None))

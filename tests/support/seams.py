@@ -58,7 +58,7 @@ hooked_layer = _seam("qcfuse_rag.runtime.model_views.HookedLayer")
 bytes_ahead = _seam("qcfuse_rag.runtime.loading.layer_loader.AHEAD_BYTES")
 growth_of_transfers = _seam("qcfuse_rag.runtime.loading.layer_loader.GROWTH")
 ring_bytes = _seam("qcfuse_rag.runtime.loading.host_to_device.RING_BYTES")
-transfer = _seam("qcfuse_rag.runtime.runner.TransferOpener.open")
+transfer = _seam("qcfuse_rag.runtime.language_model.LanguageModel.transfer")
 
 steps_have_kernels = _seam("qcfuse_rag.runtime.forward.kernels_available")
 engine_has_kernels = _seam(

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,20 +22,13 @@ from qcfuse_rag.store.chunk import aligned_size
 RING_BYTES = 64 << 20
 
 
-class CopyEvent(Protocol):
-    """The end of a copy on a device."""
-
-    def synchronize(self) -> None:
-        """Block until the copy has ended."""
-
-
 class PinnedRing:
     """A ring of `[n]` uint8 memory; a range is handed out again after the copy that read it has ended."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         self._next = 0
-        self._in_use: deque[tuple[int, int, CopyEvent]] = deque()
+        self._in_use: deque[tuple[int, int, torch.cuda.Event]] = deque()
 
     def copy(self, tensor: Tensor) -> Tensor | None:
         """Copy a tensor into the ring and return the copy, to be passed to `hold_until`; None if it does not fit."""
@@ -59,7 +51,7 @@ class PinnedRing:
         while self._in_use and self._in_use[0][0] < stop and start < self._in_use[0][1]:
             self._in_use.popleft()[2].synchronize()
 
-    def hold_until(self, staged: Tensor, done: CopyEvent) -> None:
+    def hold_until(self, staged: Tensor, done: torch.cuda.Event) -> None:
         """Keep a copy that `copy` returned until the device is done with it."""
         if not staged.nbytes:
             return  # an empty range overlaps no other, so waiting would stop at it
@@ -76,56 +68,47 @@ def copy_bytes(target: Tensor, source: Tensor) -> None:
     np.copyto(target.numpy(), source.numpy())
 
 
-class TransferLink:
-    """An engine's link to its CUDA device: one ring and one stream, used by one transfer at a time."""
+class HostToDevice:
+    """A model's link to its CUDA device: one ring and one stream. The threads that read blocks call it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.ring = PinnedRing(torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True))
+        self._ring = PinnedRing(torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True))
         # High priority: torch takes such streams from another pool than graph streams, so freeing graphs does not free
         # this stream's workspace.
-        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self.lock = threading.Lock()
-
-
-class HostToDevice:
-    """Copies one request's blocks over a link. The thread that reads the blocks calls it."""
-
-    def __init__(self, link: TransferLink) -> None:
-        self._link, self.device = link, link.device
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
 
     def send(self, tensors: Sequence[Tensor]) -> TransferHandle:
         """Start copying tensors to the device; send many at once, since locking the link takes as long as a start."""
-        link = self._link
         computed = torch.cuda.current_stream(self.device).record_event()  # a chunk may be a sum computed here
-        with link.lock, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
+        with self._lock, torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             copies = [self._start_copy(tensor) for tensor in tensors]
             nbytes = sum(new.nbytes for new, old in zip(copies, tensors, strict=True) if new is not old)
-            return TransferHandle(self.device, copies, nbytes, link.stream.record_event(), computed)
+            return TransferHandle(self.device, copies, nbytes, self._stream.record_event(), computed)
 
     def send_spans(self, spans: Sequence[Tensor]) -> tuple[TransferHandle, list[int]]:
         """Start copying `[n]` uint8 spans of page-locked memory into one allocation; also return their addresses there.
 
         Their lengths are multiples of `store.chunk.SLAB_ALIGNMENT`.
         """
-        link, stops = self._link, list(accumulate(map(len, spans)))
+        stops = list(accumulate(map(len, spans)))
         computed = torch.cuda.current_stream(self.device).record_event()
-        with link.lock, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
+        with self._lock, torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             memory = torch.empty(stops[-1], dtype=torch.uint8, device=self.device)
             # One call: between two, another thread may take Python's lock, for longer than the link takes for a span.
             torch._foreach_copy_(list(torch.split(memory, list(map(len, spans)))), list(spans), non_blocking=True)
-            handle = TransferHandle(self.device, [memory], len(memory), link.stream.record_event(), computed)
+            handle = TransferHandle(self.device, [memory], len(memory), self._stream.record_event(), computed)
         return handle, [memory.data_ptr() + start for start in (0, *stops[:-1])]
 
     def _start_copy(self, tensor: Tensor) -> Tensor:
-        link = self._link
         if tensor.device == self.device or tensor.is_pinned():
             return tensor.to(self.device, non_blocking=True)
-        staged = link.ring.copy(tensor)
+        staged = self._ring.copy(tensor)
         if staged is None:
             return tensor.to(self.device)
         copy = staged.to(self.device, non_blocking=True)
-        link.ring.hold_until(staged, link.stream.record_event())
+        self._ring.hold_until(staged, self._stream.record_event())
         return copy
 
 

@@ -27,7 +27,6 @@ from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view
 from qcfuse_rag.runtime.graphs.runners import ROWS, DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.model_views import HookedLayer
 from qcfuse_rag.runtime.rows import RowsPlan
-from qcfuse_rag.runtime.runner import TransferOpener
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
@@ -351,7 +350,7 @@ def test_without_memory_to_check_kernels_nothing_is_recorded(
 def test_recorded_passes_are_priced_once_they_are_timed(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = model_of("llama", tokenizer)
     passes = PrefillRunner(lm, AgainAndAgain())
-    measured = MeasuredCosts(lm, MemoryStore(), passes, TransferOpener(lm))
+    measured = MeasuredCosts(lm, MemoryStore(), passes)
     passes.compile(rows=(16,))
     assert measured().recorded_rows == 0
     measured.recorded_pass_s = 0.01
