@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from qcfuse_rag.runtime.fused_layers import pointwise, skinny_products
-from qcfuse_rag.runtime.fused_layers.pointwise import Norm
 from qcfuse_rag.runtime.kernels import table_attention as by_table
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention_reference
 from qcfuse_rag.runtime.kv_table import KVTable
@@ -33,11 +32,11 @@ def compute_kernels_in_torch(patch: pytest.MonkeyPatch) -> None:
     seams.recorder_has_kernels(patch, lambda *_: True)
 
 
-def normalized(x: Tensor, norm: Norm) -> Tensor:
+def normalized(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Compute what the kernel `normalize` does."""
     wide = x.float()
-    scale = (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-    return (wide * scale * (norm.weight.float() + norm.offset)).to(x.dtype)
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * scale * (weight.float() + offset)).to(x.dtype)
 
 
 def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,17 +11,13 @@ import logging
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qcfuse_rag.runtime.model_views import ModuleProxy
-
-if TYPE_CHECKING:
-    from qcfuse_rag.runtime.fused_layers.pointwise import Norm
-
 
 GATED = {"gate_proj", "up_proj", "down_proj"}
 """Names of the parts of a gated feed-forward network in transformers' models."""
@@ -49,23 +45,14 @@ class FusedNorm(ModuleProxy):
         super().__init__(inner)
         self._eps, self._offset = eps, offset
 
-    @property
-    def norm(self) -> Norm:
-        """Weight and settings of the norm."""
-        from qcfuse_rag.runtime.fused_layers.pointwise import Norm
-
-        weight = self.inner.weight
-        assert isinstance(weight, Tensor)
-        return Norm(weight, self._eps, self._offset)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Normalise hidden states of the weight's width. Any other call goes to the model's own module."""
         from qcfuse_rag.runtime.fused_layers.pointwise import normalized
 
-        norm = self.norm
-        if kwargs or len(args) != 1 or args[0].shape[-1] != len(norm.weight):
+        weight: Any = self.inner.weight
+        if kwargs or len(args) != 1 or args[0].shape[-1] != len(weight):
             return self.inner(*args, **kwargs)
-        return normalized(args[0], norm)
+        return normalized(args[0], weight, self._eps, self._offset)
 
 
 class FusedGate(ModuleProxy):

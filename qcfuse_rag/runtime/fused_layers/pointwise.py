@@ -7,8 +7,6 @@ compute in float32 and round once. `runtime.fused_layers.fused_modules` compares
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -19,21 +17,6 @@ from qcfuse_rag.runtime.kernels.launch import dependent_launch, on_device, wait_
 ELEMENTS, LONG = 4096, 8192
 """Elements of one program, of several rows if they are short, and the channels from which a program has more warps."""
 ACTIVATIONS = ("silu", "gelu_tanh")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Norm:
-    """Root mean square normalisation (Zhang and Sennrich, arXiv 1910.07467).
-
-    Attributes:
-        weight: `[D]`.
-        eps: added to the mean square.
-        offset: added to the weight; 1 in models whose weights are differences from 1.
-    """
-
-    weight: Tensor
-    eps: float
-    offset: float = 0.0
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -173,8 +156,12 @@ def gate(gates, values, out, n, GELU: tl.constexpr, BLOCK: tl.constexpr, DEPENDE
     tl.store(out + at, (activated(wide, GELU) * value).to(out.dtype.element_ty), mask=at < n)
 
 
-def normalized(x: Tensor, norm: Norm) -> Tensor:
-    """Return `[.., D]` rows, each normalised."""
+def normalized(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Return `[.., D]` rows over the root of their mean square and `eps`, times the `[D]` weight and `offset`.
+
+    This is root mean square normalisation (Zhang and Sennrich, arXiv 1910.07467); the offset is 1 in models whose
+    weights are differences from 1.
+    """
     dim = x.shape[-1]
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -183,11 +170,11 @@ def normalized(x: Tensor, norm: Norm) -> Tensor:
     with on_device(x.device):
         normalize[(triton.cdiv(n_rows, block_rows),)](
             x,
-            norm.weight,
+            weight,
             out,
             n_rows,
-            norm.eps,
-            norm.offset,
+            eps,
+            offset,
             DIM=dim,
             BLOCK_DIM=block_dim,
             BLOCK_ROWS=block_rows,

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.runtime.kernels.attend import NO_POSITION, exp2_scale, raw_scores
-from qcfuse_rag.runtime.kernels.launch import block_dim, check_operands, check_params, default_tile, on_device
-from qcfuse_rag.runtime.kernels.split_k import FEW_SPLITS, check_splits, num_splits
+from qcfuse_rag.runtime.kernels.launch import block_dim, check_operands, default_tile, on_device
+from qcfuse_rag.runtime.kernels.split_k import FEW_SPLITS, num_splits
 from qcfuse_rag.runtime.rows import AttentionParams
 
 
@@ -184,15 +184,12 @@ def context_scores(
         splits: parts to split the keys into, at most `FEW_SPLITS`; None chooses enough to fill the device.
 
     Raises:
-        ValueError: if shapes, dtypes or layouts of operands do not match.
+        ValueError: if dtypes or layouts of operands do not match.
     """
-    check_operands(query, key, None, rows)
-    check_params(query, params)
+    check_operands(query, key)
     window = params.window
     n_heads, n_rows, dim = query.shape[1:]
     kv_heads, n_keys = key.shape[1:3]
-    if known.dtype != torch.bool or known.shape != (n_keys,) or not known.is_contiguous():
-        raise ValueError(f"known must be [{n_keys}] bool, got {tuple(known.shape)} {known.dtype}")
     group = n_heads // kv_heads
     tile = default_tile(query.dtype, dim, n_rows * group)
     shared = {
@@ -213,7 +210,6 @@ def context_scores(
     if splits is None:
         seen = n_keys if window is None else min(n_keys, n_rows + window)  # if rows are adjacent
         splits = num_splits(blocks * kv_heads, seen, key.device, most=FEW_SPLITS)
-    check_splits(splits, FEW_SPLITS)
     logs = torch.empty(splits, n_heads, n_rows, dtype=torch.float32, device=key.device)
     out = torch.empty(kv_heads, n_keys, dtype=torch.float32, device=key.device)
     largest = reduce == "max"

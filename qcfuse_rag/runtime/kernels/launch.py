@@ -1,4 +1,4 @@
-"""Code that all launchers share: device properties, tile sizes and operand checks."""
+"""Code that all launchers share: device properties, tile sizes and a check of operands."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from qcfuse_rag.runtime.kernels.support import DTYPES, MAX_DIM
-from qcfuse_rag.runtime.rows import AttentionParams
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -146,45 +143,11 @@ def min_rows_for_large_tile(kv_heads: int, device: torch.device) -> int:
     return (blocks - 1) * LARGE_TILE.rows + 1
 
 
-def check_operands(query: Tensor, key: Tensor, value: Tensor | None, rows: Tensor) -> None:
-    """Check that queries, keys, values and rows match each other.
-
-    Raises:
-        ValueError: if an operand does not match; the message names it.
-    """
-    for name, operand in (("query", query), ("key", key), ("value", value)):
-        if operand is None:
-            continue
-        if operand.dim() != 4 or operand.shape[0] != 1:
-            raise ValueError(f"{name} must be [1, heads, tokens, channels], got {tuple(operand.shape)}")
-        if operand.dtype not in DTYPES or operand.dtype != query.dtype:
-            raise ValueError(f"{name} must be of one dtype of {', '.join(map(str, DTYPES))}, got {operand.dtype}")
-        if operand.stride(3) != 1:
-            raise ValueError(f"{name}'s channels must lie side by side, got strides {operand.stride()}")
-        if not 0 < operand.shape[3] <= MAX_DIM:
-            raise ValueError(f"{name} must have at most {MAX_DIM} channels a head, got {operand.shape[3]}")
-        if operand.device != query.device:
-            raise ValueError(f"{name} is on {operand.device}, query on {query.device}")
-    if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"query {tuple(query.shape)} does not fit key {tuple(key.shape)}")
-    if value is not None and value.shape[:3] != key.shape[:3]:
-        raise ValueError(f"value {tuple(value.shape)} does not fit key {tuple(key.shape)}")
-    if rows.dtype != torch.int64 or rows.shape != (query.shape[2],) or not rows.is_contiguous():
-        raise ValueError(f"rows must be [{query.shape[2]}] int64, got {tuple(rows.shape)} {rows.dtype}")
-    if rows.device != query.device:
-        raise ValueError(f"rows are on {rows.device}, query on {query.device}")
-
-
-def check_params(query: Tensor, params: AttentionParams) -> None:
-    """Check how an attention call computes scores.
-
-    Raises:
-        ValueError: if one of them is invalid; the message names it.
-    """
-    if params.scaling <= 0:
-        raise ValueError(f"scaling must be more than 0, got {params.scaling}")
-    sinks, window = params.sinks, params.window
-    if sinks is not None and (sinks.shape != query.shape[1:2] or not sinks.is_contiguous()):
-        raise ValueError(f"sinks must be [{query.shape[1]}], got {tuple(sinks.shape)}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
+def check_operands(*operands: Tensor) -> None:
+    """Raise `ValueError` unless all have the first one's dtype, and channels that lie side by side."""
+    for operand in operands:
+        if operand.dtype != operands[0].dtype or operand.stride(-1) != 1:
+            raise ValueError(
+                f"operands must be {operands[0].dtype} with channels side by side, got {operand.dtype} of strides "
+                f"{operand.stride()}"
+            )

@@ -74,8 +74,6 @@ class PlacementBlock:
             raise ValueError(f"scales {tuple(self.scale.shape)} do not fit {tuple(self.stored.shape)}")
         if not self.stored.is_contiguous() or (self.scale is not None and not self.scale.is_contiguous()):
             raise ValueError("blocks and scales must be contiguous")
-        if self.scale is not None and self.scale.shape[2] == 1 and self.rope is not None:
-            raise ValueError("keys are scaled by channel, not by token")
 
 
 @triton.jit

@@ -8,8 +8,8 @@ the keys are split and the parts combined afterwards.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +23,6 @@ from qcfuse_rag.runtime.kernels.launch import (
     Tile,
     block_dim,
     check_operands,
-    check_params,
     default_tile,
     dependent_launch,
     holds_large_tile,
@@ -32,7 +31,7 @@ from qcfuse_rag.runtime.kernels.launch import (
     on_device,
     triton_type,
 )
-from qcfuse_rag.runtime.kernels.split_k import PartialResults, num_splits
+from qcfuse_rag.runtime.kernels.split_k import allocate_parts, combine_parts, num_splits
 from qcfuse_rag.runtime.kernels.support import TOLERANCE, relative_error
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.reference_attention import explicit_attention, seen_keys
@@ -42,23 +41,6 @@ LOG = logging.getLogger(__name__)
 
 QUESTION_ROWS = 64
 """Up to this number, rows are mostly a question's at the end of the prompt, and see about as many keys each."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableKV:
-    """Keys and values of several requests, each in its own buffer with contiguous tokens.
-
-    Attributes:
-        entries: `[B, 4]` int64, see `TABLE_COLUMNS`.
-        kv_heads: key heads of each request.
-        value_dim: channels of a value.
-        aligned: whether all tokens begin at multiples of 16 bytes.
-    """
-
-    entries: Tensor
-    kv_heads: int
-    value_dim: int
-    aligned: bool
 
 
 def sparse_attention(
@@ -86,17 +68,16 @@ def sparse_attention(
         `[1, R, Hq, Dv]` in the dtype of `value`.
 
     Raises:
-        ValueError: if shapes, dtypes or layouts of operands do not match.
+        ValueError: if dtypes or layouts of operands do not match.
     """
-    check_operands(query, key, value, rows)
-    return launch_attention(query, (key, value), rows[None], key.shape[2], params, splits=splits, tile=tile)
+    check_operands(query, key, value)
+    return launch_attention(query, (key, value), rows[None].contiguous(), params, splits=splits, tile=tile)
 
 
 def launch_attention(
     query: Tensor,
-    kv: tuple[Tensor, Tensor] | TableKV,
+    kv: tuple[Tensor, Tensor] | tuple[KVTable, int],
     rows: Tensor,
-    longest: int,
     params: AttentionParams,
     *,
     splits: int | None,
@@ -104,18 +85,21 @@ def launch_attention(
 ) -> Tensor:
     """Launch the attention kernel on checked operands; return `[B, R, Hq, Dv]`.
 
-    `kv` holds the `[1, Hkv, T, D]` keys and `[1, Hkv, T, Dv]` values of a single request, or is a table of several; no
-    row sees more than `longest` keys.
+    `kv` holds the `[1, Hkv, T, D]` keys and `[1, Hkv, T, Dv]` values of a single request, or is a layer of a table of
+    several.
     """
-    check_params(query, params)
     window, sinks = params.window, params.sinks
     requests, n_heads, n_rows, dim = query.shape
-    if isinstance(kv, TableKV):
+    source: Tensor | KVTable
+    rest: Any
+    source, rest = kv
+    if isinstance(source, KVTable):
         key = value = query
-        table, kv_heads, value_dim, aligned = kv.entries, kv.kv_heads, kv.value_dim, kv.aligned
+        table, shape = source.entries[rest], source.shapes[rest]
+        kv_heads, value_dim, longest, aligned = shape.kv_heads, shape.value_dim, source.longest, source.aligned
     else:
-        (key, value), table, aligned = kv, rows, False
-        kv_heads, value_dim = key.shape[1], value.shape[3]
+        key, value, table, aligned = source, rest, rows, False
+        kv_heads, value_dim, longest = key.shape[1], value.shape[3], key.shape[2]
     group = n_heads // kv_heads
     tile = tile or attention_tile(query.dtype, max(dim, value_dim), n_rows * group, kv_heads, query.device)
     programs = triton.cdiv(n_rows * group, tile.rows) * kv_heads
@@ -124,7 +108,7 @@ def launch_attention(
         uneven = window is None and n_rows > QUESTION_ROWS
         splits = num_splits(programs * requests, visible, query.device, warps=tile.warps, uneven=uneven)
     out = torch.empty(requests, n_rows, n_heads, value_dim, dtype=query.dtype, device=query.device)
-    parts = PartialResults.of(out, splits)
+    results, maxima, sums = allocate_parts(out, splits)
     with on_device(query.device):
         attend[(programs, splits, requests)](
             query,
@@ -133,9 +117,9 @@ def launch_attention(
             table,
             rows,
             query if sinks is None else sinks,
-            parts.results,
-            parts.maxima,
-            parts.sums,
+            results,
+            maxima,
+            sums,
             *query.stride()[:3],
             *key.stride()[1:3],
             *value.stride()[1:3],
@@ -143,7 +127,7 @@ def launch_attention(
             params.scaling,
             params.softcap or 1.0,
             window or 0,
-            BY_TABLE=isinstance(kv, TableKV),
+            BY_TABLE=isinstance(source, KVTable),
             KV_DTYPE=triton_type(query.dtype),
             ALIGNED=aligned,
             GROUP=group,
@@ -162,7 +146,8 @@ def launch_attention(
             num_stages=tile.stages,
             **dependent_launch(query.device),
         )
-        parts.combine(out)
+        if splits > 1:
+            combine_parts(results, maxima, sums, out)
     return out
 
 
@@ -188,7 +173,7 @@ def supports_large_tile(device: torch.device, dtype: torch.dtype, dim: int) -> b
         for heads, tokens in ((8, len(rows)), (2, length), (2, length))
     )
     sinks = torch.randn(8, generator=generator, device=device)
-    entries = KVTable.of([KVBuffer((key,), (value,))], [KVShape(2, dim, dim)], length).entries[0]
+    table = KVTable.of([KVBuffer((key,), (value,))], [KVShape(2, dim, dim)], length)
     kinds = (
         (AttentionParams(dim**-0.5), 1),
         (AttentionParams(dim**-0.5, window=LARGE_TILE.rows), 1),
@@ -197,14 +182,12 @@ def supports_large_tile(device: torch.device, dtype: torch.dtype, dim: int) -> b
     try:
         for params, splits in kinds:
             expected = sparse_attention_reference(query, key, value, rows, params)
-            table = TableKV(entries, 2, dim, aligned=True)
             for result in (
                 sparse_attention(query, key, value, rows, params, splits=splits, tile=LARGE_TILE),
-                launch_attention(query, table, rows[None], length, params, splits=splits, tile=LARGE_TILE),
+                launch_attention(query, (table, 0), rows[None], params, splits=splits, tile=LARGE_TILE),
             ):
                 if not relative_error(result, expected) <= TOLERANCE:
-                    LOG.warning("attention of many rows uses smaller blocks: larger ones give other results here")
-                    return False
+                    raise ValueError("larger ones give other results here")
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler may raise anything

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -29,12 +27,6 @@ def num_splits(
     capacity = max(1, 4 * concurrent_programs(device) // warps)
     wanted = round(2 * capacity / programs) if uneven else capacity // programs
     return max(1, min(wanted, keys // KEYS_PER_SPLIT, most))
-
-
-def check_splits(splits: int, most: int = MAX_SPLITS) -> None:
-    """Raise `ValueError` if the number of parts is out of range."""
-    if not 1 <= splits <= most:
-        raise ValueError(f"keys are split into 1 to {most} parts, not {splits}")
 
 
 @triton.jit(do_not_specialize=["n_pairs", "splits"])
@@ -72,55 +64,36 @@ def combine(
     tl.store(to, result.to(out.dtype.element_ty), mask=active[:, None] & inside)
 
 
-@dataclass(frozen=True, slots=True)
-class PartialResults:
-    """The tensors that programs write: the output itself, or one part for each split of the keys.
+def allocate_parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate what programs write for an output `[.., Hq, Dv]`: the output itself, or one part for each split.
 
-    Attributes:
-        results: the output, or `[splits, B R Hq, Dv]` float32 unnormalised sums.
-        maxima: `[splits, B R Hq]` float32 largest exponents; unused with one split.
-        sums: `[splits, B R Hq]` float32 softmax sums; unused with one split.
-        splits: number of parts.
+    Parts are float32: `[splits, B R Hq, Dv]` unnormalised sums, `[splits, B R Hq]` largest exponents and softmax sums.
     """
+    if splits == 1:
+        return out, out, out
+    shape = (splits, out.numel() // out.shape[-1])
+    results = torch.empty(*shape, out.shape[-1], dtype=torch.float32, device=out.device)
+    maxima, sums = (torch.empty(shape, dtype=torch.float32, device=out.device) for _ in range(2))
+    return results, maxima, sums
 
-    results: Tensor
-    maxima: Tensor
-    sums: Tensor
-    splits: int
 
-    @classmethod
-    def of(cls, out: Tensor, splits: int) -> PartialResults:
-        """Allocate the parts of an output `[.., Hq, Dv]`.
-
-        Raises:
-            ValueError: if the number of parts is out of range.
-        """
-        check_splits(splits)
-        if splits == 1:
-            return cls(out, out, out, splits)
-        shape = (splits, out.numel() // out.shape[-1])
-        results = torch.empty(*shape, out.shape[-1], dtype=torch.float32, device=out.device)
-        maxima, sums = (torch.empty(shape, dtype=torch.float32, device=out.device) for _ in range(2))
-        return cls(results, maxima, sums, splits)
-
-    def combine(self, out: Tensor) -> None:
-        """Combine the parts into the output if there are several."""
-        if self.splits > 1:
-            pairs, dim = out.numel() // out.shape[-1], out.shape[-1]
-            few = TWO_SPLITS if self.splits <= TWO_SPLITS else FEW_SPLITS
-            block_splits = max(few, triton.next_power_of_2(self.splits))
-            block_pairs = max(1, FEW_SPLITS // block_splits)
-            combine[(triton.cdiv(pairs, block_pairs),)](
-                self.results,
-                self.maxima,
-                self.sums,
-                out,
-                pairs,
-                self.splits,
-                VALUE_DIM=dim,
-                BLOCK_VALUE=block_dim(dim),
-                BLOCK_SPLITS=block_splits,
-                BLOCK_PAIRS=block_pairs,
-                num_warps=4 if block_splits <= FEW_SPLITS else 8,
-                **dependent_launch(out.device),
-            )
+def combine_parts(results: Tensor, maxima: Tensor, sums: Tensor, out: Tensor) -> None:
+    """Combine several parts, see `allocate_parts`, into the output."""
+    splits, pairs, dim = results.shape
+    few = TWO_SPLITS if splits <= TWO_SPLITS else FEW_SPLITS
+    block_splits = max(few, triton.next_power_of_2(splits))
+    block_pairs = max(1, FEW_SPLITS // block_splits)
+    combine[(triton.cdiv(pairs, block_pairs),)](
+        results,
+        maxima,
+        sums,
+        out,
+        pairs,
+        splits,
+        VALUE_DIM=dim,
+        BLOCK_VALUE=block_dim(dim),
+        BLOCK_SPLITS=block_splits,
+        BLOCK_PAIRS=block_pairs,
+        num_warps=4 if block_splits <= FEW_SPLITS else 8,
+        **dependent_launch(out.device),
+    )

@@ -15,8 +15,16 @@ from torch import Tensor
 
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.attend import TABLE_COLUMNS
-from qcfuse_rag.runtime.kernels.launch import Tile, block_dim, dependent_launch, on_device, triton_type, wait_for_inputs
-from qcfuse_rag.runtime.kernels.sparse_attention import TableKV, launch_attention, sparse_attention_reference
+from qcfuse_rag.runtime.kernels.launch import (
+    Tile,
+    block_dim,
+    check_operands,
+    dependent_launch,
+    on_device,
+    triton_type,
+    wait_for_inputs,
+)
+from qcfuse_rag.runtime.kernels.sparse_attention import launch_attention, sparse_attention_reference
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.rows import AttentionParams
 
@@ -72,22 +80,16 @@ def append_rows(key: Tensor, value: Tensor, table: KVTable, layer: int, rows: Te
     """Write `[B, Hkv, R, D]` keys and `[B, Hkv, R, Dv]` values at `[B, R]` int64 positions of each request's buffer.
 
     Only channels must be contiguous. Rows at the same position must hold the same values.
-
-    Raises:
-        ValueError: if operands do not match each other.
     """
-    entries, shape = _entries(key, table, layer, rows), table.shapes[layer]
-    if key.shape[1] != shape.kv_heads or value.shape != (*key.shape[:3], shape.value_dim) or value.dtype != key.dtype:
-        raise ValueError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} do not go into buffers of {shape}")
-    if value.stride(3) != 1:
-        raise ValueError(f"channels must lie side by side, got values of strides {value.stride()}")
+    check_operands(key, value)
+    shape = table.shapes[layer]
     requests, n_rows = rows.shape
     block_rows = min(ROWS_PER_PROGRAM, triton.next_power_of_2(n_rows))
     with on_device(key.device):
         append[(requests * triton.cdiv(n_rows, block_rows), shape.kv_heads)](
             key,
             value,
-            entries,
+            table.entries[layer],
             rows,
             *key.stride()[:3],
             *value.stride()[:3],
@@ -126,22 +128,9 @@ def table_attention(
 
     Returns:
         `[B, R, Hq, Dv]` in the dtype of `query`.
-
-    Raises:
-        ValueError: if operands do not match each other.
     """
-    entries, shape = _entries(query, table, layer, rows), table.shapes[layer]
-    if query.shape[1] % shape.kv_heads:
-        raise ValueError(f"{query.shape[1]} query heads over {shape.kv_heads} key heads")
-    return launch_attention(
-        query,
-        TableKV(entries, shape.kv_heads, shape.value_dim, table.aligned),
-        rows,
-        table.longest,
-        params,
-        splits=splits,
-        tile=tile,
-    )
+    check_operands(query)
+    return launch_attention(query, (table, layer), rows, params, splits=splits, tile=tile)
 
 
 def table_attention_reference(
@@ -153,22 +142,3 @@ def table_attention_reference(
         key, value = (side[layer][:, :, : int(positions.max()) + 1] for side in (buffer.keys, buffer.values))
         results.append(sparse_attention_reference(request_query, key, value, positions, params))
     return torch.cat(results)
-
-
-def _entries(fresh: Tensor, table: KVTable, layer: int, rows: Tensor) -> Tensor:
-    entries = table.entries[layer]
-    if fresh.dim() != 4 or fresh.shape[3] != table.shapes[layer].key_dim or fresh.stride(3) != 1:
-        raise ValueError(
-            f"rows must have {table.shapes[layer].key_dim} channels side by side, got {tuple(fresh.shape)} of strides "
-            f"{fresh.stride()}"
-        )
-    requests, n_rows = fresh.shape[0], fresh.shape[2]
-    if entries.shape != (requests, TABLE_COLUMNS.value) or entries.dtype != torch.int64 or not entries.is_contiguous():
-        raise ValueError(f"a table of {requests} requests must be [{requests}, 4] int64, got {tuple(entries.shape)}")
-    if rows.shape != (requests, n_rows) or rows.dtype != torch.int64 or not rows.is_contiguous():
-        raise ValueError(f"rows must be [{requests}, {n_rows}] int64, got {tuple(rows.shape)} {rows.dtype}")
-    if fresh.dtype != table.dtype:
-        raise ValueError(f"rows of {fresh.dtype} over buffers of {table.dtype}")
-    if not entries.device == rows.device == fresh.device:
-        raise ValueError(f"the table is on {entries.device}, rows on {rows.device}, and the rest on {fresh.device}")
-    return entries

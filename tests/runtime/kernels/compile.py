@@ -33,13 +33,13 @@ from qcfuse_rag.models.quantized_weights import FORMATS
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.fused_layers import skinny_products
-from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS, Norm, gated, normalized, rotated
+from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS, gated, normalized, rotated
 from qcfuse_rag.runtime.fused_layers.skinny_products import DEPTH, MAX_ROWS, gate_projected, projected
 from qcfuse_rag.runtime.kernels.context_score import context_scores
 from qcfuse_rag.runtime.kernels.launch import DEPENDENT_SINCE, LARGE_TILE, large_tile_fits
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
-from qcfuse_rag.runtime.kernels.split_k import MAX_SPLITS, TWO_SPLITS, PartialResults
+from qcfuse_rag.runtime.kernels.split_k import MAX_SPLITS, TWO_SPLITS, allocate_parts, combine_parts
 from qcfuse_rag.runtime.kernels.table_attention import append_rows, table_attention
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.rows import AttentionParams
@@ -106,13 +106,13 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         if architecture != architectures[0] and not is_main:
             continue  # the other kernels need less than attention
         for splits in (TWO_SPLITS, MAX_SPLITS):
-            yield name, dim, partial(PartialResults.of(query, splits).combine, query)
+            yield name, dim, partial(combine_parts, *allocate_parts(query, splits), query)
         for splits in (1, 3) if is_main and architecture == SPLIT_ON else (3,):
             yield name, dim, partial(context_scores, query, key, rows, known, special, splits=splits)
         for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
             yield name, dim, partial(append_rows, keys, keys, table, 0, at)
         for channels in (dim, 8192):
-            yield name, dim, partial(normalized, torch.zeros(40, channels, dtype=dtype), Norm(query[0, 0, 0], 1e-6))
+            yield name, dim, partial(normalized, torch.zeros(40, channels, dtype=dtype), query[0, 0, 0], 1e-6)
         yield name, dim, partial(rotated, query, key[:, :, :40], query[:, 0], query[:, 0])
         for activation in ACTIVATIONS:
             yield name, dim, partial(gated, query, query, activation)

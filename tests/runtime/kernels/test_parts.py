@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("triton")
 
 from qcfuse_rag.runtime.kernels import split_k as parts
-from qcfuse_rag.runtime.kernels.context_score import context_scores
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention, sparse_attention_reference
 from qcfuse_rag.runtime.rows import AttentionParams
 from tests.runtime.kernels.operands import operands, relative_error
@@ -33,16 +32,6 @@ def test_uneven_programs_are_twice_as_many_as_run_at_once(
     monkeypatch.setattr(parts, "concurrent_programs", lambda device: 264)
     assert parts.num_splits(programs, 10_240, DEVICE, uneven=True) == splits
     assert parts.num_splits(programs, 512, DEVICE, uneven=True) <= 2
-
-
-def test_more_parts_than_can_be_combined_are_refused() -> None:
-    query, key, value, rows = operands(2, 1, [3, 9], 10, 64, 64, torch.float32)
-    known = torch.ones(10, dtype=torch.bool, device=DEVICE)
-    for splits in (0, parts.MAX_SPLITS + 1):
-        with pytest.raises(ValueError, match="split into 1 to 128 parts"):
-            sparse_attention(query, key, value, rows, AttentionParams(1.0), splits=splits)
-        with pytest.raises(ValueError, match="split into 1 to 32 parts"):
-            context_scores(query, key, rows, known, AttentionParams(1.0), splits=splits)
 
 
 @pytest.mark.parametrize("splits", [parts.TWO_SPLITS, 3, parts.FEW_SPLITS, parts.FEW_SPLITS + 1, parts.MAX_SPLITS])

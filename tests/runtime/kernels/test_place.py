@@ -91,7 +91,6 @@ def test_buffers_of_different_lengths_are_placed_at_once() -> None:
 def test_blocks_that_do_not_fit_are_refused() -> None:
     into = torch.zeros(1, 2, 50, 64)
     stored, scale = torch.zeros(10, 2, 64), torch.zeros(1, 2, 64)
-    rope = LayerRope(torch.ones(32))
     for bad, message in (
         (lambda: PlacementBlock(stored, None, into, 41), "exceed a buffer of 50"),
         (lambda: PlacementBlock(stored, None, into, -1), "exceed a buffer of 50"),
@@ -101,7 +100,6 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
             lambda: PlacementBlock(stored.transpose(0, 1).contiguous().transpose(0, 1), None, into, 0),
             "must be contiguous",
         ),
-        (lambda: PlacementBlock(stored, torch.zeros(10, 2, 1), into, 0, rope), "scaled by channel"),
     ):
         with pytest.raises(ValueError, match=message):
             bad()

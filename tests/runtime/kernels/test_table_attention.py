@@ -67,24 +67,8 @@ def test_rows_are_written_at_their_positions_and_nowhere_else(rows: list[list[in
             assert torch.allclose(tensor, old, rtol=0, atol=0, equal_nan=True)
 
 
-def test_rows_that_do_not_fit_are_refused() -> None:
-    query, buffers, table, rows = tabled([[7], [0]], 4, 2, 64, 64, torch.float32)
-    plain = AttentionParams(1.0)
-    for call, message in (
-        (lambda: table_attention(query[:1], table, 0, rows[:1], plain), "a table of 1 requests"),
-        (lambda: table_attention(query, table, 0, rows[:1], plain), r"rows must be \[2, 1\] int64"),
-        (lambda: table_attention(query, table, 0, rows[:, 0], plain), r"rows must be \[2, 1\] int64"),
-        (lambda: table_attention(query[..., :32], table, 0, rows, plain), "64 channels side by side"),
-        (lambda: table_attention(query[..., ::2], table, 0, rows, plain), "64 channels side by side"),
-        (lambda: table_attention(query[:, :3], table, 0, rows, plain), "3 query heads over 2 key heads"),
-        (lambda: append_rows(query[:, :2], query[:, :1], table, 0, rows), "do not go into buffers"),
-        (lambda: append_rows(query, query, table, 0, rows), "do not go into buffers"),
-        (lambda: append_rows(query[:, :2], query[:, :2].repeat_interleave(2, 3)[..., ::2], table, 0, rows), "side"),
-        (lambda: table_attention(query.half(), table, 0, rows, plain), "float16 over buffers of torch.float32"),
-        (lambda: table_attention(query, table, 0, rows, AttentionParams(1.0, window=0)), "window must be at least 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-    apart = KVBuffer(tuple(tensor.transpose(1, 2) for tensor in buffers[0].keys), buffers[0].values)
+def test_a_buffer_of_another_layout_has_no_table() -> None:
+    _, [buffer], table, _ = tabled([[7]], 4, 2, 64, 64, torch.float32)
+    apart = KVBuffer(tuple(tensor.transpose(1, 2) for tensor in buffer.keys), buffer.values)
     with pytest.raises(ValueError, match="must be contiguous"):
         KVTable.of([apart], table.shapes, 8)
