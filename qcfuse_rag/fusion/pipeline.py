@@ -119,19 +119,26 @@ def fuse_in_parts(
     started = time.perf_counter()
     wait_budget = WaitBudget(runner.load_limit_s)
     try:
-        plan, decision = _decide(runner, prompt, method, wait_budget, 0 if lease is None else lease.held)
+        plan, refusal, predicted_s = _decide(runner, prompt, method, wait_budget, 0 if lease is None else lease.held)
         if plan is None and lease is not None:
             lease.keep_exact_only()  # full prefill is exact
         lookups = None if plan is None else Lookups(plan, wait_budget)
         method = method.as_full_prefill if plan is None else method
-        attempt = FuseAttempt(runner, method, lease, part_rows, lookups, wait_budget, decision, started)
         retried = False
         while True:  # every turn does without at least one entry more
             fused = FusedPrompt.empty(runner, prompt, len(prompt) + room)
             try:
-                prefilled = yield from attempt.run(fused, wait_first=retried)
+                if lease is not None:
+                    lease.give(fused)
+                if lookups is not None:
+                    fused.load(lookups.outcomes(), wait_budget)
+                if retried:  # compute nothing before everything is loaded, since a chunk was unreadable
+                    fused.await_all()
+                prefilled = yield from _fuse(fused, method, part_rows, started)
                 limit = None if room == answer_tokens else describe_limit(room, answer_tokens)
-                return replace(prefilled, report=replace(prefilled.report, answer_limit=limit))
+                fallback = refusal or prefilled.report.fallback
+                report = replace(prefilled.report, fallback=fallback, predicted_s=predicted_s, answer_limit=limit)
+                return replace(prefilled, report=report, lease=lease)
             except LateMissError as late:
                 assert lookups is not None
                 lookups.reject(late)
@@ -159,51 +166,41 @@ def answer_room(lm: LanguageModel, prompt: Prompt, answer_tokens: int) -> int:
     return min(room, answer_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Whether a prompt is fused.
-
-    Attributes:
-        refusal: why nothing is fused, or None.
-        predicted_s: seconds to the first token that are predicted for what is done; None if no guard was asked.
-    """
-
-    refusal: str | None = None
-    predicted_s: float | None = None
-
-
 def _decide(
     runner: ModelRunner, prompt: Prompt, method: Method, wait_budget: WaitBudget, start: int
-) -> tuple[LookupPlan | None, Decision]:
-    """Plan what to read from `start` on, and ask the method's guard; without a plan, everything is computed."""
+) -> tuple[LookupPlan | None, str | None, float | None]:
+    """Plan what to read from `start` on, and ask the method's guard; without a plan, everything is computed.
+
+    Also returns why nothing is fused, and the seconds to the first token that are predicted for what is done.
+    """
     if method.base is None:
-        return None, Decision()
+        return None, None, None
     priced = method.guard is not None
     make_plan = partial(plan_lookups, runner.lm, runner.store, prompt, method, start, priced=priced)
     try:
         plan = wait_budget.call(make_plan)
     except TimeoutError as error:
-        return None, Decision(f"everything is computed: the store gave {error}")
+        return None, f"everything is computed: the store gave {error}", None
     estimate = plan.estimate
     # With no passage stored, fusing is full prefill that also reports the misses.
     if method.guard is None or not estimate.stored_tokens or 0 < estimate.passages == estimate.absent:
-        return plan, Decision()
+        return plan, None, None
     try:
         costs = runner.costs(wait_budget.left_s)
     except TimeoutError as error:
-        return None, Decision(f"everything is computed: the store gave {error}")
+        return None, f"everything is computed: the store gave {error}", None
     except Exception as error:  # such as no memory for a measured pass; the prompt is fused without a guard
         LOG.warning("the guard is not asked: %s: %s", type(error).__name__, error)
-        return plan, Decision()
+        return plan, None, None
     refusal = method.guard.refusal(estimate, costs)
     if refusal is None:
-        return plan, Decision(None, costs.fused_s(estimate))
+        return plan, None, costs.fused_s(estimate)
     reasons = [refusal]
     if method.guard.refusal(estimate.all_near, costs) is None and _copy_near(runner, plan):
         reasons.append("the passages that are not in memory are being copied there")
     if estimate.absent:
         reasons.append(f"{estimate.absent} of {estimate.passages} passages are absent")
-    return None, Decision("; ".join(reasons), costs.full_pass_s(estimate.prompt_tokens, estimate.held_tokens))
+    return None, "; ".join(reasons), costs.full_pass_s(estimate.prompt_tokens, estimate.held_tokens)
 
 
 def _copy_near(runner: ModelRunner, plan: LookupPlan) -> bool:
@@ -220,80 +217,45 @@ def _copy_near(runner: ModelRunner, plan: LookupPlan) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FuseAttempt:
-    """Fuses a prompt; repeated without the entries that turn out to be unreadable.
+def _fuse(fused: FusedPrompt, method: Method, part_rows: PartRows | None, started: float) -> Parts[Prefilled]:
+    """Probe, select and recompute over chunks that are being loaded; `started` is when the request began.
 
-    Attributes:
-        runner: the model and the store.
-        method: what to reuse and what to recompute.
-        lease: the beginning that earlier requests have computed, or None.
-        part_rows: the most rows of a part, or None.
-        lookups: reads the stored chunks; None if everything is computed.
-        wait_budget: how long to wait for the store.
-        decision: whether to fuse, for the report.
-        started: `time.perf_counter()` when the request began.
+    Raises:
+        LateMissError: if chunks that were found cannot be read while the pass runs.
     """
+    candidates = recomputable_chunks(fused)
+    candidate_tokens = sum(len(placed.span) for placed in candidates)
+    budget = candidate_tokens if method.budget is None else method.budget.tokens(candidate_tokens)
 
-    runner: ModelRunner
-    method: Method
-    lease: PrefixLease | None
-    part_rows: PartRows | None
-    lookups: Lookups | None
-    wait_budget: WaitBudget
-    decision: Decision
-    started: float
+    marks = [_Mark.now(fused)]
+    scores = method.probe.scores(fused) if method.probe is not None and budget else None
+    marks.append(_Mark.now(fused))
+    selection = method.selector.select(candidates, scores, budget) if budget else Selection.none()
+    selection = selection.to(fused.lm.device)
+    marks.append(_Mark.now(fused))
+    hook: LayerHook | None = None
+    if len(selection.positions) and method.layer_hook is not None:
+        hook = method.layer_hook.make_hook(PassStart(fused, candidates, selection, scores, budget))
+    if method.residuals is not None and hook is None:
+        fused.residuals = _residuals(fused, method.residuals, candidates, selection.positions)
+    logits, recomputed = yield from recompute(fused, selection, hook, part_rows)
+    fused.residuals = None
+    marks.append(_Mark.now(fused))
+    marks[-1].time.wait()
+    total_s = time.perf_counter() - started
+    probe_s, select_s, recompute_s = (_computing_s(first, last, fused) for first, last in pairwise(marks))
+    stages = probe_s, select_s, recompute_s - fused.others_s, fused.others_s
 
-    def run(self, fused: FusedPrompt, *, wait_first: bool) -> Parts[Prefilled]:
-        """Fuse, in parts.
-
-        Args:
-            fused: the prompt with nothing placed.
-            wait_first: compute nothing before everything is loaded, since a chunk was unreadable.
-
-        Raises:
-            LateMissError: if chunks that were found cannot be read while the pass runs.
-        """
-        if self.lease is not None:
-            self.lease.give(fused)
-        if self.lookups is not None:
-            fused.load(self.lookups.outcomes(), self.wait_budget)
-        if wait_first:
-            fused.await_all()
-        method = self.method
-        candidates = recomputable_chunks(fused)
-        candidate_tokens = sum(len(placed.span) for placed in candidates)
-        budget = candidate_tokens if method.budget is None else method.budget.tokens(candidate_tokens)
-
-        marks = [_Mark.now(fused)]
-        scores = method.probe.scores(fused) if method.probe is not None and budget else None
-        marks.append(_Mark.now(fused))
-        selection = method.selector.select(candidates, scores, budget) if budget else Selection.none()
-        selection = selection.to(fused.lm.device)
-        marks.append(_Mark.now(fused))
-        hook: LayerHook | None = None
-        if len(selection.positions) and method.layer_hook is not None:
-            hook = method.layer_hook.make_hook(PassStart(fused, candidates, selection, scores, budget))
-        if method.residuals is not None and hook is None:
-            fused.residuals = _residuals(fused, method.residuals, candidates, selection.positions)
-        logits, recomputed = yield from recompute(fused, selection, hook, self.part_rows)
-        fused.residuals = None
-        marks.append(_Mark.now(fused))
-        marks[-1].time.wait()
-        total_s = time.perf_counter() - self.started
-        probe_s, select_s, recompute_s = (_computing_s(first, last, fused) for first, last in pairwise(marks))
-        stages = probe_s, select_s, recompute_s - fused.others_s, fused.others_s
-
-        positions: list[int] = recomputed.tolist()  # once: every copy from the device makes the host wait
-        limit = None if method.layer_hook is not None else budget
-        try:
-            check_selection(positions, candidates, fused.known, limit)
-        except ValueError as error:
-            raise ValueError(f"method {method.name!r} {error}") from None
-        timings = Timings(total_s - sum(stages), *stages)
-        report = _report(fused, method, positions, candidate_tokens, timings, self.decision)
-        exact_tokens = _exact_tokens(fused, positions if hook is None else [])
-        return Prefilled(fused.prompt, logits, fused.await_all(), report, scores, exact_tokens, self.lease)
+    positions: list[int] = recomputed.tolist()  # once: every copy from the device makes the host wait
+    limit = None if method.layer_hook is not None else budget
+    try:
+        check_selection(positions, candidates, fused.known, limit)
+    except ValueError as error:
+        raise ValueError(f"method {method.name!r} {error}") from None
+    timings = Timings(total_s - sum(stages), *stages)
+    report = _report(fused, method, positions, candidate_tokens, timings)
+    exact_tokens = _exact_tokens(fused, positions if hook is None else [])
+    return Prefilled(fused.prompt, logits, fused.await_all(), report, scores, exact_tokens)
 
 
 def recompute(
@@ -304,8 +266,7 @@ def recompute(
 ) -> Parts[tuple[Tensor, Tensor]]:
     """Compute the rows; return the first token's logits and the reused positions that were recomputed.
 
-    If a hook drops rows between layers, the positions are those kept to the last layer; a `ChoosingHook` may name
-    them itself.
+    If a hook drops rows between layers, the positions are those kept to the last layer; a hook may name them itself.
     """
     lm, selected = fused.lm, selection.positions
     unknown = (~fused.known).nonzero()[:, 0]  # includes the prompt's last position
@@ -319,7 +280,7 @@ def recompute(
     buffer = fused.loading_buffer if hook is None else fused.await_all()
     hooked_pass = None if hook is None else HookedPass(plan, hook, buffer)
     logits = fused.runner.prefills.logits(fused.ids[plan.rows], plan, buffer, hooked_pass)
-    fused.row_layers += _row_layers(lm, plan, hooked_pass)
+    fused.row_layers += len(plan.rows) * lm.n_layers if hooked_pass is None else hooked_pass.row_layers
     if hooked_pass is not None:
         selected = selected[torch.isin(selected, hooked_pass.chosen)]
     return logits, selected
@@ -339,7 +300,7 @@ def _all_but_last_part(fused: FusedPrompt, plan: RowsPlan, part_rows: PartRows) 
         count = min(part_rows(), len(rows) - 1)
         part, rows = RowsPlan.of(rows[:count], lm.sliding, device=lm.device), rows[count:]
         fused.runner.prefills.hidden(fused.ids[part.rows], part, fused.loading_buffer, depth=lm.n_layers)
-        fused.row_layers += _row_layers(lm, part, None)
+        fused.row_layers += len(part.rows) * lm.n_layers
         DeviceTimestamp.on(lm.device).wait()  # so that a cancelled request has no launched work left
     yield from _let_others_run(fused, len(rows))
     return RowsPlan.of(rows, lm.sliding, device=lm.device)
@@ -350,10 +311,6 @@ def _let_others_run(fused: FusedPrompt, rows_left: int) -> Parts[None]:
     began = time.perf_counter()
     yield rows_left
     fused.others_s += time.perf_counter() - began
-
-
-def _row_layers(lm: LanguageModel, plan: RowsPlan, hooked_pass: HookedPass | None) -> int:
-    return len(plan.rows) * lm.n_layers if hooked_pass is None else hooked_pass.row_layers
 
 
 def _residuals(
@@ -386,12 +343,7 @@ def _exact_tokens(fused: FusedPrompt, recomputed: Collection[int]) -> int:
 
 
 def _report(
-    fused: FusedPrompt,
-    method: Method,
-    recomputed: list[int],
-    candidate_tokens: int,
-    timings: Timings,
-    decision: Decision,
+    fused: FusedPrompt, method: Method, recomputed: list[int], candidate_tokens: int, timings: Timings
 ) -> FusionReport:
     prompt, unstored, recomputed_tokens = fused.prompt, int((~fused.known).sum()), len(recomputed)
     return FusionReport(
@@ -409,10 +361,7 @@ def _report(
         lookups=tuple(fused.lookups),
         bytes_loaded=fused.bytes_loaded,
         timings=timings,
-        fallback=decision.refusal
-        or describe_misses(fused.lookups)
-        or (prompt.note if method.base is not None else None),
-        predicted_s=decision.predicted_s,
+        fallback=describe_misses(fused.lookups) or (prompt.note if method.base is not None else None),
     )
 
 

@@ -186,7 +186,7 @@ def context_scores(
     Raises:
         ValueError: if dtypes or layouts of operands do not match.
     """
-    check_operands(query, key)
+    check_operands(query.dtype, query, key)
     window = params.window
     n_heads, n_rows, dim = query.shape[1:]
     kv_heads, n_keys = key.shape[1:3]

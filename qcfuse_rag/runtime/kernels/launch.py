@@ -143,11 +143,9 @@ def min_rows_for_large_tile(kv_heads: int, device: torch.device) -> int:
     return (blocks - 1) * LARGE_TILE.rows + 1
 
 
-def check_operands(*operands: Tensor) -> None:
-    """Raise `ValueError` unless all have the first one's dtype, and channels that lie side by side."""
+def check_operands(dtype: torch.dtype, *operands: Tensor) -> None:
+    """Raise `ValueError` unless all have a dtype, and channels that lie side by side."""
     for operand in operands:
-        if operand.dtype != operands[0].dtype or operand.stride(-1) != 1:
-            raise ValueError(
-                f"operands must be {operands[0].dtype} with channels side by side, got {operand.dtype} of strides "
-                f"{operand.stride()}"
-            )
+        if operand.dtype != dtype or operand.stride(-1) != 1:
+            found = f"{operand.dtype} of strides {operand.stride()}"
+            raise ValueError(f"operands must be {dtype} with channels side by side, got {found}")

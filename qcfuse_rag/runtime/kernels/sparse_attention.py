@@ -70,7 +70,7 @@ def sparse_attention(
     Raises:
         ValueError: if dtypes or layouts of operands do not match.
     """
-    check_operands(query, key, value)
+    check_operands(query.dtype, query, key, value)
     return launch_attention(query, (key, value), rows[None].contiguous(), params, splits=splits, tile=tile)
 
 

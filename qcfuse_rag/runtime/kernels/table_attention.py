@@ -81,7 +81,7 @@ def append_rows(key: Tensor, value: Tensor, table: KVTable, layer: int, rows: Te
 
     Only channels must be contiguous. Rows at the same position must hold the same values.
     """
-    check_operands(key, value)
+    check_operands(table.dtype, key, value)
     shape = table.shapes[layer]
     requests, n_rows = rows.shape
     block_rows = min(ROWS_PER_PROGRAM, triton.next_power_of_2(n_rows))
@@ -129,7 +129,7 @@ def table_attention(
     Returns:
         `[B, R, Hq, Dv]` in the dtype of `query`.
     """
-    check_operands(query)
+    check_operands(table.dtype, query)
     return launch_attention(query, (table, layer), rows, params, splits=splits, tile=tile)
 
 

@@ -120,6 +120,7 @@ def test_operands_that_a_kernel_would_read_wrongly_are_refused() -> None:
         lambda: sparse_attention(query, key, apart, rows, plain),
         lambda: context_scores(query, key.half(), rows, known, plain),
         lambda: table_attention(query[..., ::2], table, 0, at, plain),
+        lambda: table_attention(query.half(), table, 0, at, plain),
         lambda: append_rows(key, apart, table, 0, at),
     ):
         with pytest.raises(ValueError, match="channels side by side"):
