@@ -36,7 +36,7 @@ class Healing:
     Attributes:
         healed: number of leading positions whose keys and values are full prefill's; the positions from here on are
             not exact yet.
-        buffer: keys and values of prompt and answer; a reader bias is left only where they are not exact.
+        buffer: keys and values of prompt and answer.
     """
 
     def __init__(self, runner: ModelRunner, prefilled: Prefilled, mask: Mask | None = None) -> None:
@@ -66,24 +66,15 @@ class Healing:
     def step(self, answer: Sequence[int], rows: int) -> Tensor:
         """Compute the row of the answer's last token, and heal at most so many rows in the same pass.
 
-        Args:
-            answer: the token ids so far, at least one.
-            rows: most rows to heal.
-
-        Returns:
-            `[vocabulary]` float32 logits after the last token.
+        Returns `[vocabulary]` float32 logits after that token.
         """
         last = len(self._prompt) + len(answer) - 1
         return self._compute(self.healed + min(rows, self.prompt_left), answer, (last,), n_logits=1)[0]
 
     def finish(self, answer: Sequence[int]) -> Tensor:
-        """Heal all that is left in one pass, the row of the answer's last token included.
+        """Heal all that is left in one pass, with all rows of an answer of which none has been healed.
 
-        Args:
-            answer: the token ids so far, none or more, of which no row has been healed.
-
-        Returns:
-            `[len(answer) + 1, vocabulary]` float32 logits of full prefill, before each token and after the last.
+        Returns `[len(answer) + 1, vocabulary]` float32 logits of full prefill, before each token and after the last.
         """
         logits = self._compute(len(self._prompt) + len(answer), answer, n_logits=len(answer) + 1)
         self._expect(logits, answer)

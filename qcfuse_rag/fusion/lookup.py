@@ -67,15 +67,9 @@ class PlannedLookup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LookupPlan:
-    """The entries to read for the segments of a prompt, from `start` on.
+    """The entries to read for a prompt's system prefix and passages, in order.
 
-    Attributes:
-        lm: the model.
-        store: the store.
-        prompt: the prompt.
-        method: what to reuse and what to recompute.
-        start: first position that is not reused from an earlier request.
-        lookups: the system prefix and the passages, in order.
+    Positions before `start` are reused from an earlier request.
     """
 
     lm: LanguageModel
@@ -163,15 +157,8 @@ def plan_lookups(
 
     The system prefix is stored blind: at position 0 that is exact. Of a passage, the method's own base comes first,
     then those that it falls back to; with `Method.exact_first` those that are exact at the passage's position come
-    before all others. Entries that the store does not have are left out.
-
-    Args:
-        lm: the model.
-        store: the store.
-        prompt: the prompt.
-        method: what to reuse and what to recompute.
-        start: first position that is not reused from an earlier request.
-        priced: whether a guard prices the plan; else a store is not asked for an entry that is read in any case.
+    before all others. Entries that the store does not have are left out. If no guard prices the plan, the store is not
+    asked for an entry that is read in any case.
     """
     nearest = store.tiers[0] if len(store.tiers) > 1 else None
     lookups: list[PlannedLookup] = []
@@ -195,12 +182,7 @@ def plan_lookups(
 
 
 class Lookups:
-    """Reads what a plan says, each entry once, however often a prefill is tried.
-
-    Args:
-        plan: what to read.
-        wait_budget: how long to wait for the store.
-    """
+    """Reads what a plan says, each entry once, however often a prefill is tried."""
 
     def __init__(self, plan: LookupPlan, wait_budget: WaitBudget) -> None:
         self._plan, self._wait_budget = plan, wait_budget

@@ -22,10 +22,8 @@ class PassStart:
     """The state of a prompt before its fused pass.
 
     Attributes:
-        fused: the prompt with its stored chunks placed.
         candidates: placed chunks that are not exact.
         selection: the reused tokens the pass begins with.
-        scores: from the method's probe, or None.
         budget: most reused tokens to recompute.
     """
 
@@ -74,12 +72,7 @@ class Guard(Protocol):
     """Decides whether a prompt is computed in full instead of fused."""
 
     def refusal(self, estimate: PrefillEstimate, costs: Costs) -> str | None:
-        """Return why a prompt is not to be fused, or None if it is.
-
-        Args:
-            estimate: the work of the fused prefill.
-            costs: measured once. The decision also depends on which of the passages the nearest tier has.
-        """
+        """Return why a prompt is not to be fused, or None if it is."""
         ...
 
 

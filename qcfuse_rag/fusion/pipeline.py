@@ -60,11 +60,8 @@ class Prefilled:
     """A prompt ready to be continued.
 
     Attributes:
-        prompt: the prompt.
         logits: `[vocabulary]` float32, scores of the first new token.
         buffer: keys and values of the whole prompt, with capacity for the answer.
-        report: what was done.
-        scores: the probe's scores, if there was a probe.
         exact_tokens: number of leading positions whose keys and values are full prefill's; the whole prompt if
             everything was computed. Recomputed positions behind stale ones do not count.
         lease: caches prompt and answer for later prompts that begin with them; None if they are not cached.
@@ -105,7 +102,7 @@ def fuse_in_parts(
 
     Args:
         runner: the model and the store.
-        prompt: the prompt.
+        prompt: what to compute.
         method: what to reuse and what to recompute.
         answer_tokens: tokens to reserve for the answer, as many as fit; the report says if fewer do.
         lease: the beginning that earlier requests have computed; None for nothing.

@@ -56,14 +56,10 @@ class CachedSequence:
         return len(self.ids)
 
     def reusable_tokens(self, prompt: Prompt, ids: NDArray[np.int64], method: Method) -> int:
-        """Return how many leading tokens a request with another prompt may reuse.
+        """Return how many leading tokens a request with another prompt, of `ids` without the last one, may reuse.
 
-        Passages and heads are reused whole or not at all, since the store may have them.
-
-        Args:
-            prompt: the prompt.
-            ids: its tokens, without the last one, which is always computed.
-            method: what the request reuses and recomputes.
+        The last token is always computed. Passages and system prefixes are reused whole or not at all, since the store
+        may have them.
         """
         common = common_length(self.ids, ids)
         exact = min(common, self.exact_tokens)
@@ -119,12 +115,7 @@ class PrefixCache:
         return sum(sequence.buffer.nbytes for sequence in self._sequences)
 
     def lease(self, prompt: Prompt, method: Method) -> PrefixLease:
-        """Find the longest beginning of a prompt that its request may reuse.
-
-        Args:
-            prompt: the prompt.
-            method: what the request reuses and recomputes.
-        """
+        """Find the longest beginning of a prompt that its request may reuse."""
         with self._lock:
             cached, tokens = self._longest(prompt, method)
             if cached is None:
@@ -142,11 +133,7 @@ class PrefixCache:
 
         If a covered sequence has another answer, the keys and values of that answer are dropped. Chat templates rarely
         write an answer in the tokens that it was decoded in, so most turns of a conversation differ there from the turn
-        before.
-
-        Args:
-            sequence: the sequence.
-            epoch: the number of clearings before its request began; if there were more since, it is not cached.
+        before. A sequence is not cached if there was a clearing since its request began, in `epoch`.
         """
         with self._lock:
             if epoch != self._epoch or sequence.buffer.nbytes > self.limit_bytes:
@@ -217,13 +204,9 @@ class PrefixLease:
 
     @torch.inference_mode()
     def put(self, prompt: Prompt, answer: Sequence[int], buffer: KVBuffer, exact_tokens: int) -> None:
-        """Cache the keys and values of a finished request; nothing if the device has no memory for a copy.
+        """Cache a prompt and the tokens of its answer whose keys and values are in the buffer.
 
-        Args:
-            prompt: the prompt.
-            answer: the tokens of the answer whose keys and values were computed.
-            buffer: keys and values of prompt and answer.
-            exact_tokens: number of leading positions whose keys and values are full prefill's.
+        Nothing is cached if the device has no memory for a copy.
         """
         ids = np.array([*prompt.ids, *answer], dtype=np.int64)
         if len(ids) < (1 - MAX_UNUSED) * buffer.capacity:

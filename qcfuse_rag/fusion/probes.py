@@ -96,14 +96,9 @@ class QuestionProbe:
         return max(self.layers_of(lm)) + 1
 
     def scores(self, fused: FusedPrompt) -> Scores:
-        """Score every position of the prompt.
+        """Return per layer the attention that each position gets, over all heads and probe rows.
 
-        Args:
-            fused: the prompt with its stored chunks placed. The buffer's rows of the probe are overwritten; fusion
-                computes them again.
-
-        Returns:
-            Per layer the attention each position gets, over all heads and probe rows.
+        The buffer's rows of the probe are overwritten; fusion computes them again.
         """
         lm, asking = fused.lm, fused.probe_rows(suffix=self.rows == "suffix")
         wanted = self.layers_of(lm)

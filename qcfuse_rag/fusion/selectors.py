@@ -37,16 +37,7 @@ class Selector(Protocol):
     """Chooses among the reused tokens that are not exact."""
 
     def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
-        """Choose.
-
-        Args:
-            candidates: placed chunks that are not exact.
-            scores: from the method's probe; None for methods without a probe.
-            budget: number of tokens to choose.
-
-        Returns:
-            Positions of candidates' tokens, without repetition.
-        """
+        """Choose as many of the candidates' tokens as the budget has; scores are None for methods without a probe."""
         ...
 
 
@@ -88,13 +79,9 @@ def recomputable_chunks(fused: FusedPrompt) -> list[PlacedChunk]:
 
 
 def check_selection(recomputed: list[int], candidates: list[PlacedChunk], known: Tensor, limit: int | None) -> None:
-    """Check that a selector kept to its contract.
+    """Check that a selector kept to its contract: that what was recomputed is stored, inexact and within a limit.
 
-    Args:
-        recomputed: the reused positions that were recomputed.
-        candidates: placed chunks that are not exact.
-        known: `[T]` bool on the CPU, positions that hold stored keys and values.
-        limit: most tokens it may choose; None if a layer hook shrinks the set later.
+    `known` is `[T]` bool on the CPU; there is no limit if a layer hook shrinks the set later.
 
     Raises:
         ValueError: if it did not; the message begins with a verb, for the method's name to stand before it.

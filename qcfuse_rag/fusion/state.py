@@ -25,15 +25,7 @@ from qcfuse_rag.store.key import Base, ChunkKey
 
 @dataclass(frozen=True, slots=True)
 class PlacementContext:
-    """The position of a chunk in a prompt, for adapters.
-
-    Attributes:
-        lm: the model.
-        store: the store of chunks.
-        prompt: the prompt.
-        span: the chunk's positions in it.
-        base: the base under which the chunk was looked up.
-    """
+    """The position of a chunk in a prompt, for adapters; `base` is that under which it was looked up."""
 
     lm: LanguageModel
     store: KVStore
@@ -71,27 +63,13 @@ class Adapter(Protocol):
     """Chooses or alters the chunk to place at a position in a prompt."""
 
     def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
-        """Return the chunk to place.
-
-        Args:
-            context: the chunk's position in the prompt.
-            stored: the chunk as it was looked up, or why the store has none.
-
-        Returns:
-            The chunk to place, or the reason to compute it in full.
-        """
+        """Return the chunk to place, given the one that was looked up; or the reason to compute it in full."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedChunk:
-    """A stored chunk at its positions in a prompt.
-
-    Attributes:
-        span: its positions.
-        chunk: its keys and values.
-        exact: whether full prefill would give the same keys and values.
-    """
+    """A stored chunk at its positions in a prompt; `exact` if full prefill would give the same keys and values."""
 
     span: Span
     chunk: ChunkKV
@@ -103,13 +81,11 @@ class FusedPrompt:
     """The keys and values of a prompt, as far as the store has them.
 
     Attributes:
-        runner: the model and the store.
-        prompt: the prompt.
         ids: `[T]` int64 token ids on the model's device.
         buffer: rotated keys and values, meaningful where `known` once they are loaded; see `loading_buffer`.
         known: `[T]` bool on the CPU, positions that hold stored keys and values.
         placed: the placed chunks, the system prefix included.
-        lookups: the outcome of every segment that could have been stored.
+        lookups: the outcome of every segment that could have been stored, in order.
         row_layers: rows computed so far, summed over the layers each was computed in.
         loader: brings the chunks into the buffer; None if nothing is to be loaded.
         residuals: corrects passage tokens that are not recomputed, in all passes; None for no correction.
@@ -146,10 +122,6 @@ class FusedPrompt:
 
     def load(self, outcomes: Sequence[tuple[Span, AdaptedChunk | Miss]], wait_budget: WaitBudget) -> None:
         """Begin to place the chunks that were looked up; missing ones stay unknown.
-
-        Args:
-            outcomes: the chunk of each segment, or why there is none; see `fusion.lookup`.
-            wait_budget: how long to wait for the store.
 
         Raises:
             LateMissError: if the runner does not overlap loading with computing and a chunk cannot be read.
@@ -209,14 +181,8 @@ class FusedPrompt:
     def probe_rows(self, *, suffix: bool = False) -> Tensor:
         """Return the rows that ask: all text that is not stored, up to the end of the question.
 
-        Where the question comes before the passages, the rows go up to the end of the prompt instead: only text behind
-        the passages can attend to them.
-
-        Args:
-            suffix: go up to the end of the prompt in any case, the opening of the answer included.
-
-        Returns:
-            `[R]` int64 ascending positions on the CPU, never empty.
+        As a `suffix`, or where the question comes before the passages, the rows go up to the end of the prompt instead:
+        only text behind the passages can attend to them. They are `[R]` int64 ascending on the CPU, never empty.
         """
         after = max((span.stop for span in self.prompt.chunks), default=0)
         questions = [
