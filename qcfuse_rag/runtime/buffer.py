@@ -108,14 +108,8 @@ class KVBuffer:
 class RowsLayer(PlannedLayer):
     """A cache layer that writes fresh keys and values at their positions and returns all keys up to the plan's length.
 
-    Args:
-        keys: the buffer's keys of this layer.
-        values: the buffer's values of this layer.
-        at: index of the rows.
-        length: number of keys that the pass may read.
-        wait_for_layer: waits for this layer's stored chunks; None if nothing is being loaded.
-        before_write: called with the layer's keys and values before rows are written; returns what to call afterwards.
-            None if nothing is to be done.
+    Before, it waits for the layer's stored chunks. `before_write` is called with the layer's keys and values before
+    rows are written, and returns what to call afterwards.
     """
 
     def __init__(

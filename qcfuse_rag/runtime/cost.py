@@ -12,7 +12,6 @@ from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
@@ -159,11 +158,6 @@ class MeasuredCosts:
     so they stay the same for all requests and after a restart on the same kind of machine. Safe to call from several
     threads.
 
-    Args:
-        lm: the model.
-        store: the store.
-        passes: runs the model's passes.
-
     Attributes:
         recorded_pass_s: see `Costs`; None until `engine.first_passes` has measured it, which it does where passes are
             recorded. It is not kept in the file.
@@ -198,7 +192,7 @@ class MeasuredCosts:
         times = call_with_timeout(limit_s, partial(measure_loading, self._lm, self._store))
         if times is None:
             return self._costs
-        costs = replace(self._costs, load_s=times.far_s, near_load_s=times.near_s)
+        costs = replace(self._costs, load_s=times[0], near_load_s=times[1])
         if path is not None:
             with suppress(OSError):  # a folder that is not writable is left alone
                 write_atomically(path, json.dumps(asdict(costs)))
@@ -279,11 +273,8 @@ def prefill_once(lm: LanguageModel, tokens: int) -> None:
     forward_rows(lm, plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, lm.empty_buffer(tokens))
 
 
-class LoadTimes(NamedTuple):
-    """Seconds of loading a token that the nearest tier does not have, and of one that it has."""
-
-    far_s: float
-    near_s: float
+LoadTimes = tuple[float, float]
+"""Seconds of loading a token that the nearest tier does not have, and of one that it has."""
 
 
 @torch.inference_mode()
@@ -309,7 +300,7 @@ def measure_loading(lm: LanguageModel, store: KVStore) -> LoadTimes | None:
         return None
     if not times:
         return None
-    return LoadTimes(median(load.far_s for load in times), median(load.near_s for load in times))
+    return median(far_s for far_s, _ in times), median(near_s for _, near_s in times)
 
 
 def _stored_chunks(lm: LanguageModel, store: KVStore, prefix: str) -> list[ChunkKV]:
@@ -368,4 +359,4 @@ def _load_once(
     except LateMissError as late:
         readable = [chunk for start, chunk in zip(starts, chunks, strict=True) if start not in late.misses]
         return _load_once(lm, readable, memory, held) if readable else None
-    return LoadTimes((copy_s + load_s) / ends[-1], load_s / ends[-1])
+    return (copy_s + load_s) / ends[-1], load_s / ends[-1]

@@ -55,15 +55,6 @@ class RebindableKVTable:
     """A table that CUDA graphs read, and that can be bound to other requests before each replay.
 
     If fewer requests are bound than the table has entries, the remaining entries point at `dummy_buffer`.
-
-    Args:
-        dummy_buffer: a buffer whose content is not used, in the layout of `KVBuffer.allocate`.
-        shapes: of each layer's keys and values.
-        requests: number of requests that the table has entries for.
-        longest: most keys that a request may have.
-
-    Attributes:
-        table: the table.
     """
 
     def __init__(self, dummy_buffer: KVBuffer, shapes: Sequence[KVShape], requests: int, longest: int) -> None:

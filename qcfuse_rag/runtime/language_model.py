@@ -32,22 +32,6 @@ if TYPE_CHECKING:
     from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
 
 
-def build_grammar_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
-    """Convert a vocabulary for llguidance, padded to the width of the model's logits; this can take seconds.
-
-    Raises:
-        QCFuseError: if llguidance is not installed.
-    """
-    try:
-        from llguidance import hf
-    except ImportError as error:
-        raise QCFuseError(
-            "answers by a grammar or schema need llguidance: run `pip install 'qcfuse-rag[structured]'`"
-        ) from error
-    width = model.get_input_embeddings().weight.shape[0]
-    return hf.from_tokenizer(tokenizer, n_vocab=max(width, len(tokenizer)), eos_token=tokenizer.eos_token_id)
-
-
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
     """A model with its tokenizer and its measured properties.
@@ -159,8 +143,19 @@ class LanguageModel:
 
     @cached_property
     def grammar_vocabulary(self) -> LLTokenizer:
-        """The vocabulary for grammars; converted at the first answer that must follow a grammar."""
-        return build_grammar_vocabulary(self.model, self.tokenizer)
+        """The vocabulary for llguidance, padded to the width of the logits; converting it can take seconds.
+
+        Raises:
+            QCFuseError: if llguidance is not installed.
+        """
+        try:
+            from llguidance import hf
+        except ImportError as error:
+            raise QCFuseError(
+                "answers by a grammar or schema need llguidance: run `pip install 'qcfuse-rag[structured]'`"
+            ) from error
+        tokenizer, width = self.tokenizer, self.model.get_input_embeddings().weight.shape[0]
+        return hf.from_tokenizer(tokenizer, n_vocab=max(width, len(tokenizer)), eos_token=tokenizer.eos_token_id)
 
     @cached_property
     def fused_model(self) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import Cache
 
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -49,11 +50,6 @@ class LayerHook:
 
 class HookedPass:
     """The state of one pass with a hook; it runs the layers of the decoder (a `LayerRunner`).
-
-    Args:
-        plan: the rows at the start, and the keys they see.
-        hook: acts between layers.
-        buffer: the request's buffer.
 
     Attributes:
         plan: the rows that are left.
@@ -118,8 +114,4 @@ def _is_per_row(value: Any, n_rows: int) -> bool:
 
 
 def _select(value: Any, rows: Tensor) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_select(part, rows) for part in value)
-    if not isinstance(value, Tensor):
-        return value
-    return value.index_select(0 if value.dim() == 1 else 1, rows)
+    return tree_map_only(Tensor, lambda part: part.index_select(0 if part.dim() == 1 else 1, rows), value)

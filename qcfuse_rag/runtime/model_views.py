@@ -15,11 +15,7 @@ from torch import Tensor, nn
 
 
 class ModuleProxy(nn.Module):
-    """A module that stands for another and forwards attribute access to it.
-
-    Args:
-        inner: the other module.
-    """
+    """A module that stands for another, `inner`, and forwards attribute access to it."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -72,11 +68,6 @@ class ViewCache:
     """Views of a model for repeated use, because building a view takes as long as launching many kernels.
 
     Only one pass at a time may run through them.
-
-    Args:
-        model: the model.
-        decoder: the model's decoder.
-        n_layers: number of its layers.
     """
 
     def __init__(self, model: nn.Module, decoder: nn.Module, n_layers: int) -> None:

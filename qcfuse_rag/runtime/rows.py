@@ -156,9 +156,7 @@ class AttentionParams:
 class PlannedLayer(CacheLayerMixin, ABC):  # type: ignore[misc]
     """A transformers cache layer over buffers that exist before the pass; subclasses write fresh keys and values.
 
-    Args:
-        length: number of keys that the pass may read.
-        capacity: number of keys that the buffer holds.
+    A pass may read `length` keys of the `capacity` that the buffer holds.
     """
 
     is_sliding = False

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from qcfuse_rag.runtime.attention import dispatch
+from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.reference_attention import explicit_attention
-from qcfuse_rag.runtime.rows import AttentionParams
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan, StepPlan
 
 
 def operands() -> tuple[Tensor, Tensor, Tensor]:
@@ -41,76 +45,90 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float)
     return torch.stack(heads, dim=2)
 
 
-@pytest.mark.parametrize(
-    ("module", "capability", "with_sums"),
-    [("flash_attn", (8, 9), False), ("flash_attn_interface", (9, 0), False), ("flash_attn_interface", (9, 0), True)],
-)
-def test_flash_attn_gets_tokens_before_heads(
-    monkeypatch: pytest.MonkeyPatch, module: str, capability: tuple[int, int], with_sums: bool
-) -> None:
+@pytest.mark.parametrize("with_sums", [False, True])
+def test_flash_attn_gets_tokens_before_heads(monkeypatch: pytest.MonkeyPatch, with_sums: bool) -> None:
     calls = []
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> object:
         assert causal
         assert (q.shape, k.shape) == ((2, 9, 6, 16), (2, 9, 3, 16))
-        calls.append(module)
+        calls.append(causal)
         out = grouped_attention(q, k, v, softmax_scale)
         return (out, torch.zeros(2, 6, 9)) if with_sums else out
 
-    package = ModuleType(module)
+    package = ModuleType(dispatch.FLASH)
     package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module, package)
-    found = dispatch.flash_module(capability)
-    monkeypatch.setattr(dispatch, "_installed_flash", lambda device, dtype: found)
+    monkeypatch.setitem(sys.modules, dispatch.FLASH, package)
+    monkeypatch.setattr(dispatch, "_has_flash", lambda *_: True)
     query, key, value = operands()
     torchs = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
     assert torch.allclose(dispatch.causal_attention(query, key, value, 0.3), torchs, atol=1e-5)
-    assert calls == [module]
+    assert len(calls) == 1
 
 
 def test_flash_attn_is_not_asked_for_head_dimensions_that_it_would_have_to_pad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # importing it would raise
-    monkeypatch.setattr(dispatch, "_installed_flash", lambda device, dtype: "flash_attn_interface")
+    monkeypatch.setitem(sys.modules, dispatch.FLASH, None)  # importing it would raise
+    monkeypatch.setattr(dispatch, "_has_flash", lambda *_: True)
     query, key, value = torch.randn(1, 2, 9, 12), torch.randn(1, 2, 9, 12), torch.randn(1, 2, 9, 12)
     out = dispatch.causal_attention(query, key, value, 0.3)
     assert torch.allclose(out, expected(query, key, value), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("capability", "name"),
-    [
-        ((7, 5), "torch's fused attention"),
-        ((8, 0), "flash-attn"),
-        ((8, 9), "flash-attn"),
-        ((9, 0), "flash-attn 3"),
-        ((10, 0), "torch's fused attention"),
-        ((12, 0), "torch's fused attention"),
-    ],
-)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
 def test_the_library_in_use_follows_from_the_capability(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
-    installed = {"flash_attn", "flash_attn_interface"}
-    monkeypatch.setattr(dispatch, "_is_installed", lambda module: module in installed)
+    own, gpu = "torch's fused attention", torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert dispatch.dense_attention_name(gpu, torch.bfloat16) == name
-    assert dispatch.dense_attention_name(gpu, torch.float32) == "torch's fused attention"
-    assert dispatch.dense_attention_name(cpu, torch.bfloat16) == "torch's fused attention"
-    installed.clear()
-    assert dispatch.dense_attention_name(gpu, torch.bfloat16) == "torch's fused attention"
+    monkeypatch.setattr(dispatch, "_is_installed", lambda: True)
+    assert dispatch.dense_attention_name(gpu, torch.bfloat16) == ("flash-attn 3" if capability == (9, 0) else own)
+    assert dispatch.dense_attention_name(gpu, torch.float32) == own
+    assert dispatch.dense_attention_name(torch.device("cpu"), torch.bfloat16) == own
+    monkeypatch.setattr(dispatch, "_is_installed", lambda: False)
+    assert dispatch.dense_attention_name(gpu, torch.bfloat16) == own
 
 
-def test_version_2_is_not_used_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_is_installed", lambda module: module == "flash_attn")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert dispatch.dense_attention_name(torch.device("cuda", 0), torch.float16) == "torch's fused attention"
-
-
-@pytest.mark.parametrize("module", list(dispatch.FLASH_NAMES))
-def test_a_build_that_cannot_be_imported_counts_as_missing(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+def test_a_build_that_cannot_be_imported_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, dispatch.FLASH, None)
     dispatch._is_installed.cache_clear()
-    assert not dispatch._is_installed(module)
+    assert not dispatch._is_installed()
     dispatch._is_installed.cache_clear()
+
+
+def test_torch_never_attends_by_cudnn_on_a_gpu() -> None:
+    """It builds a plan for every new length."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with dispatch.chosen_backends(torch.device("cuda", 0)):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.parametrize("kind", ["full", "rows", "steps", "without a plan"])
+def test_every_attention_of_torch_is_by_the_chosen_backends(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, chosen, calls = functional.scaled_dot_product_attention, [0], list[int]()
+
+    @contextmanager
+    def choosing(device: torch.device) -> Iterator[None]:
+        chosen[0] += 1
+        yield
+        chosen[0] -= 1
+
+    def attending(*operands: Any, **options: Any) -> Tensor:
+        calls.append(chosen[0])
+        return attend(*operands, **options)
+
+    monkeypatch.setattr(dispatch, "chosen_backends", choosing)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attending)
+    query, key, value = (torch.randn(1, heads, 9, 16) for heads in (6, 3, 3))
+    rows = {"full": torch.arange(9), "rows": torch.tensor([2, 8])}.get(kind)
+    plan: object = None if rows is None else RowsPlan.of(rows)
+    if kind == "steps":
+        plan, query = StepPlan([KVBuffer((key,), (value,))], torch.tensor([[8]]), (8,), [None]), query[:, :, -1:]
+    if kind == "rows":
+        query = query[:, :, rows]
+    layer = nn.Module()
+    layer.layer_idx, layer.num_key_value_groups, layer.is_causal = 0, 2, True
+    dispatch.rows_attention(layer, query, key, value, None, 0.3, fusion=plan)  # type: ignore[arg-type]
+    assert calls == [1]

@@ -2,7 +2,7 @@
 
 It is registered with transformers under the name `qcfuse`. A pass hands its plan to the model as a keyword argument, so
 nothing is kept between calls and requests cannot mix. A block of neighbouring rows is one masked call. Full prefill is
-dense: it goes to flash-attn for the GPU if that is installed, else to torch.
+dense: it goes to flash-attn 3 on a Hopper GPU if that is installed, else to torch.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_MAX_DIM = 256
 FLASH_DIM_STEP = 8
 """Head dimensions that flash-attn computes without padding are multiples of it."""
-FLASH_NAMES = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn 3"}
-"""Modules with a `flash_attn_func`."""
+FLASH = "flash_attn_interface"
+"""The module of flash-attn 3. It exists for Hopper alone, where it reaches 631 TFLOP/s, and version 2, whose kernels torch
+has, 329 (pytorch#142132)."""
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Torch's attention backends on a GPU, without cuDNN.
 
@@ -91,29 +92,18 @@ B200 cuDNN also gave wrong results (pytorch#193893).
 """
 
 
-def flash_module(capability: tuple[int, int]) -> str | None:
-    """Return the module of the flash-attn that is faster than torch, or as fast, on GPUs of a compute capability.
-
-    Version 2 reaches 329 TFLOP/s on Hopper and version 3 631 (pytorch#142132). Version 3 exists for Hopper alone. Torch
-    has the kernels of version 2, so that package is no gain on Hopper; its builds for newer GPUs are not known here.
-    """
-    if capability == (9, 0):
-        return "flash_attn_interface"
-    return "flash_attn" if (8, 0) <= capability < (9, 0) else None
-
-
 def dense_attention_name(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the attention that full prefill uses on a device: a flash-attn, or torch's own."""
-    module = _installed_flash(device, dtype)
-    return "torch's fused attention" if module is None else FLASH_NAMES[module]
+    """Return the name of the attention that full prefill uses on a device: flash-attn 3, or torch's own."""
+    return "flash-attn 3" if _has_flash(device, dtype) else "torch's fused attention"
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Attend with `[B, Hq, R, D]` to R keys, each row to those up to its own position; return `[B, Hq, R, Dv]`."""
-    dim, module = query.shape[-1], _installed_flash(query.device, query.dtype)
-    if module is not None and value.shape[-1] == dim <= FLASH_MAX_DIM and dim % FLASH_DIM_STEP == 0:
+    dim = query.shape[-1]
+    fits = value.shape[-1] == dim <= FLASH_MAX_DIM and dim % FLASH_DIM_STEP == 0
+    if fits and _has_flash(query.device, query.dtype):
         by_token = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        found = import_module(module).flash_attn_func(*by_token, softmax_scale=scaling, causal=True)
+        found = import_module(FLASH).flash_attn_func(*by_token, softmax_scale=scaling, causal=True)
         out: Tensor = found[0] if isinstance(found, tuple) else found  # older builds of version 3 add the log sums
         return out.transpose(1, 2)
     grouped = query.shape[1] != key.shape[1]
@@ -131,20 +121,18 @@ def chosen_backends(device: torch.device) -> AbstractContextManager[object]:
     return sdpa_kernel(BACKENDS) if device.type == "cuda" else nullcontext()
 
 
-def _installed_flash(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda" or dtype not in FLASH_DTYPES:
-        return None
-    module = flash_module(torch.cuda.get_device_capability(device))
-    return module if module is not None and _is_installed(module) else None
+def _has_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cuda" or dtype not in FLASH_DTYPES or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return _is_installed()
 
 
 @cache
-def _is_installed(module: str) -> bool:
-    """Return whether a flash-attn can be imported; a build for another torch or CUDA cannot."""
-    if find_spec(module) is None:
+def _is_installed() -> bool:
+    if find_spec(FLASH) is None:
         return False
     try:
-        import_module(module)
+        import_module(FLASH)
     except Exception:  # a build for another torch or CUDA can raise any error
         return False
     return True

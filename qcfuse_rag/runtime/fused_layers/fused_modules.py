@@ -56,12 +56,9 @@ class FusedNorm(ModuleProxy):
 
 
 class FusedGate(ModuleProxy):
-    """A gated feed-forward network whose gate is one kernel, with kernels for the products of a few rows.
+    """A gated feed-forward network whose gate is one kernel, with kernels for products of a few rows if they are used.
 
-    Args:
-        inner: the model's own.
-        activation: see `pointwise.ACTIVATIONS`.
-        few_row_kernels: whether to use the kernels for products of a few rows.
+    The activation is one of `pointwise.ACTIVATIONS`.
     """
 
     def __init__(self, inner: nn.Module, activation: str, *, few_row_kernels: bool) -> None:

@@ -33,15 +33,10 @@ class GraphMismatch(Exception):
     """A pass gives its layers other inputs than the recorded one."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class QuerySnapshot:
-    """The queries of a layer for its observer: `[1, Hq, R, D]`, and the settings of their attention.
+QuerySnapshot = tuple[Tensor, AttentionParams]
+"""The queries of a layer for its observer: `[1, Hq, R, D]`, and the settings of their attention.
 
-    The next layer overwrites the queries; an observer copies them to keep them.
-    """
-
-    query: Tensor
-    params: AttentionParams
+The next layer overwrites the queries; an observer copies them to keep them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +115,7 @@ class LayerGraphs:
     @property
     def last_query(self) -> Tensor:
         """Queries `[1, Hq, R, D]` of the last layer."""
-        return self._layers[-1].snapshot.query
+        return self._layers[-1].snapshot[0]
 
     def _inputs(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any]:
         """Bind the recorded layers to a request and return the arguments of its model.
@@ -144,8 +139,8 @@ def _save_query(
 ) -> None:
     if layer not in snapshots:
         copy = _shared_memory(memory, "query", query.transpose(1, 2)).transpose(1, 2)
-        snapshots[layer] = QuerySnapshot(copy, params)
-    snapshots[layer].query.copy_(query)
+        snapshots[layer] = copy, params
+    snapshots[layer][0].copy_(query)
 
 
 def _shared_memory(memory: dict[object, Tensor], purpose: str, like: Tensor) -> Tensor:
@@ -216,11 +211,10 @@ class _LayerReplay:
         self._copy_inputs(recorded.inputs, (*args, *kwargs.values()))
         recorded.replay()
         self._ran += 1
-        observe, snapshot = self._plan.observe, recorded.snapshot
-        if observe is not None:
-            query = snapshot.query[:, :, -len(self._plan.rows) :]
+        if self._plan.observe is not None:
+            query, params = recorded.snapshot
             key = self._buffer.keys[layer][:, :, : self._plan.length]
-            observe(layer, query, key, snapshot.params)
+            self._plan.observe(layer, query[:, :, -len(self._plan.rows) :], key, params)
         return self._hidden[1 - layer % 2]
 
     def _copy_inputs(self, targets: list[Tensor], given: tuple[Any, ...]) -> None:

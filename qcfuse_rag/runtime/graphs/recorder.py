@@ -35,9 +35,6 @@ class GraphRecorder:
     workspace of matrix products, which all graphs of a stream share, as soon as one graph is freed (pytorch#193402).
     So no two recorders of a process share a stream, although torch hands out the same 32 in turn. Release earlier
     recorders before creating a new one: it frees their memory.
-
-    Args:
-        device: a CUDA device.
     """
 
     _recorders: ClassVar[WeakSet[GraphRecorder]] = WeakSet()

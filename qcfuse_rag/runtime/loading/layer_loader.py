@@ -34,13 +34,9 @@ Tasks = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
 
 
 class WaitBudget:
-    """The seconds that one request may wait in total. With a limit, the store is called in a thread, until `close`.
+    """The seconds that one request may wait in total, without a limit if that is None.
 
-    Args:
-        limit_s: the budget in seconds; None sets no limit.
-
-    Attributes:
-        waited_s: seconds waited so far.
+    With a limit, the store is called in a thread, until `close`.
     """
 
     def __init__(self, limit_s: float | None) -> None:
