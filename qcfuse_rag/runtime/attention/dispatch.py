@@ -81,8 +81,9 @@ FLASH_MAX_DIM = 256
 FLASH_DIM_STEP = 8
 """Head dimensions that flash-attn computes without padding are multiples of it."""
 FLASH = "flash_attn_interface"
-"""The module of flash-attn 3. It exists for Hopper alone, where it reaches 631 TFLOP/s, and version 2, whose kernels torch
-has, 329 (pytorch#142132)."""
+"""The module of flash-attn 3. It exists for Hopper alone, where it reaches 631 TFLOP/s (pytorch#142132).
+
+Version 2, whose kernels torch has, reaches 329 there."""
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Torch's attention backends on a GPU, without cuDNN.
 
