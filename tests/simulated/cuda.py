@@ -87,10 +87,8 @@ def _replaced(device: Device) -> Iterator[tuple[Any, str, Any]]:
         "get_device_capability": lambda *args: (PROPERTIES.major, PROPERTIES.minor),
         "get_device_name": lambda *args: PROPERTIES.name,
         "get_device_properties": lambda *args: PROPERTIES,
-        "get_sync_debug_mode": lambda: device.strict,
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: False,
-        "set_sync_debug_mode": lambda mode: setattr(device, "strict", mode not in (False, 0, "default")),
         "stream": lambda stream: _on(device, stream),
         "synchronize": lambda *args: device.synchronize(),
     }.items():

@@ -25,9 +25,8 @@ class Device:
     def __init__(self, seed: int = 0) -> None:
         self.broken: list[str] = []
         self.launched: Counter[str] = Counter()
-        self.strict = False
         self.memories = Memories()
-        self.host = Host(seed, lambda: self.strict)
+        self.host = Host(seed)
         self.lock = self.host.lock
         self._streams: list[Stream] = []
         self._pinned: list[Lease] = []

@@ -72,7 +72,7 @@ def _bytes(offsets: NDArray[np.int64], size: int) -> Epochs | slice:
 
 def _by_memory(device: Device, addresses: NDArray[np.int64]) -> Iterator[tuple[Memory | None, NDArray[np.int64]]]:
     """Yield allocations with the offsets of ascending addresses inside them."""
-    bases = device.memories.bases
+    bases = tuple(device.memories.bases)
     while len(addresses):
         index = bisect_right(bases, int(addresses[0]))
         memory = device.memories.get(bases[index - 1]) if index else None

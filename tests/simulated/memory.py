@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -70,30 +70,21 @@ class Memory:
 
 
 class Memories(dict[int, Memory]):
-    """Allocations by their addresses; any thread may add and free some at any time."""
+    """Allocations by their addresses, of which `bases` is the ascending list; any thread may add and free some."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._changes = itertools.count()
-        self._version = next(self._changes)
-        self._bases: tuple[int, list[int]] = (self._version, [])
+        self.bases: list[int] = []
 
     def __setitem__(self, base: int, memory: Memory) -> None:
+        if base not in self:
+            insort(self.bases, base)
         super().__setitem__(base, memory)
-        self._version = next(self._changes)
 
     def pop(self, base: int, default: Memory | None = None) -> Memory | None:  # type: ignore[override]
-        memory = super().pop(base, default)
-        self._version = next(self._changes)
-        return memory
-
-    @property
-    def bases(self) -> list[int]:
-        """Their addresses, ascending; sorted anew only after a change, as kernels ask for every load and store."""
-        version, bases = self._bases
-        if version != (current := self._version):
-            self._bases = current, (bases := sorted(self))
-        return bases
+        if base in self:
+            self.bases.remove(base)
+        return super().pop(base, default)
 
 
 def _distinct(epochs: Epochs) -> list[int]:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import (
@@ -26,7 +24,6 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
-from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 
@@ -110,33 +107,3 @@ def test_the_ring_waits_for_the_link_before_it_reuses_memory(device: Device, mon
     transfer.send(blocks)
     assert "copy_ by the host overwrites what stream 2 is perhaps still reading" in device.broken[0]
     device.broken.clear()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("work", ["full", "rows", "steps"])
-def test_torch_never_attends_by_cudnn(
-    work: str, device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It builds a plan for every new length."""
-    seen, attend, cuda = set[tuple[bool, ...]](), functional.scaled_dot_product_attention, torch.backends.cuda
-    allowed = cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled
-
-    def attending(query: Tensor, *operands: Any, **options: Any) -> Tensor:
-        if query.device.type == "cuda":
-            seen.add(tuple(is_allowed() for is_allowed in allowed))
-        return attend(query, *operands, **options)
-
-    seams.kernel_refusal(monkeypatch, lambda *_: "switched off")
-    engine = engine_on(device, tokenizer)
-    before = cuda.cudnn_sdp_enabled()
-    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    if work == "steps":
-        prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=1)
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", attending)
-    if work == "steps":
-        engine.runner.decodes([5], [len(prompt)], [prefilled.buffer])
-    else:
-        engine.prefill(prompt, method=make_method("full") if work == "full" else PROPHETKV)
-    assert seen == {(False, True, True, True)}
-    assert cuda.cudnn_sdp_enabled() == before

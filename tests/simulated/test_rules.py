@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,15 +11,6 @@ import torch
 from tests.simulated.device import Device
 
 GPU = "cuda:0"
-
-
-@pytest.fixture
-def broken(device: Device) -> list[str]:
-    """The violations of this test, which may have some."""
-    violations: list[str] = []
-    device.broken = violations
-    yield violations  # type: ignore[misc]
-    device.broken = []
 
 
 def test_numbers_are_those_of_the_cpu(device: Device) -> None:
@@ -44,8 +36,7 @@ def test_operands_on_two_devices_are_refused(device: Device) -> None:
     assert on_gpu[torch.tensor([0, 1])].tolist() == [1, 1], "indices may be on the host"
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_reading_what_another_stream_writes_needs_a_wait(broken: list[str], waits: bool) -> None:
+def read_elsewhere(waits: bool) -> object:
     on_gpu, other = torch.ones(8, device=GPU), torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
@@ -53,37 +44,29 @@ def test_reading_what_another_stream_writes_needs_a_wait(broken: list[str], wait
     assert on_gpu[4:].sum() == 4, "other bytes of the same memory"
     if waits:
         torch.cuda.current_stream().wait_event(other.record_event())
-    on_gpu[3:] + 1
-    assert [violation.split("\n")[0] for violation in broken] == (
-        [] if waits else ["aten::add on stream 1 reads what stream 2 is perhaps still writing"]
-    )
+    return on_gpu[3:] + 1
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_overwriting_what_another_stream_reads_needs_a_wait(broken: list[str], waits: bool) -> None:
+def overwrite_elsewhere(waits: bool) -> object:
     on_gpu, other = torch.ones(8, device=GPU), torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
         on_gpu * 2
     if waits:
         other.synchronize()
-    on_gpu.zero_()
-    assert len(broken) == (0 if waits else 1)
+    return on_gpu.zero_()
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_page_locked_memory_is_not_written_while_it_is_copied(broken: list[str], waits: bool) -> None:
+def overwrite_page_locked(waits: bool) -> object:
     pinned = torch.empty(8, pin_memory=True)
     assert pinned.is_pinned()
     on_gpu = pinned.copy_(torch.ones(8)).to(GPU, non_blocking=True)
     if waits:
         on_gpu.sum().item()
-    pinned.zero_()
-    assert len(broken) == (0 if waits else 1)
+    return pinned.zero_()
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_memory_another_stream_uses_is_not_freed_unless_the_allocator_knows(broken: list[str], recorded: bool) -> None:
+def free_elsewhere(recorded: bool) -> object:
     on_gpu, other = torch.ones(8, device=GPU), torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
@@ -92,21 +75,35 @@ def test_memory_another_stream_uses_is_not_freed_unless_the_allocator_knows(brok
         on_gpu.record_stream(other)
     del on_gpu
     gc.collect()
-    assert len(broken) == (0 if recorded else 1)
+    return kept
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize(
+    ("use", "violation"),
+    [
+        (read_elsewhere, "aten::add on stream 1 reads what stream 2 is perhaps still writing"),
+        (overwrite_elsewhere, "overwrites what stream 2 is perhaps still reading"),
+        (overwrite_page_locked, "by the host overwrites what stream 1 is perhaps still reading"),
+        (free_elsewhere, "memory of stream 1 is freed while stream 2 is perhaps at it"),
+    ],
+)
+def test_memory_is_used_after_what_another_stream_does_with_it(
+    use: Callable[[bool], object], violation: str, follows: bool, device: Device
+) -> None:
+    used = use(follows)
+    found, device.broken[:] = [broken.split("\n")[0] for broken in device.broken], []
+    assert len(found) == (0 if follows else 1)
+    assert all(violation in broken for broken in found)
     torch.cuda.synchronize()
-    del kept
+    del used
 
 
-def test_the_host_waits_for_blocking_copies_only(device: Device) -> None:
-    device.strict = True
-    with pytest.raises(RuntimeError, match="synchronizing"):
-        torch.ones(1 << 15).to(GPU, non_blocking=True)
-    for non_blocking in (True, False):
-        for source in (torch.ones(4), torch.empty(4, pin_memory=True)):
-            if non_blocking:
-                source.to(GPU, non_blocking=True)
-                torch.zeros(4, device=GPU).copy_(source, non_blocking=True)
-                continue
-            with pytest.raises(RuntimeError, match="synchronizing"):
-                source.to(GPU)
-    device.strict = False
+@pytest.mark.parametrize("pinned", [False, True])
+def test_the_host_waits_for_blocking_copies_only(pinned: bool, device: Device) -> None:
+    source = torch.empty(4, pin_memory=pinned)
+    source.to(GPU, non_blocking=True)
+    torch.zeros(4, device=GPU).copy_(source, non_blocking=True)
+    assert not device.host.waits
+    source.to(GPU)
+    assert len(device.host.waits) == 1

@@ -17,7 +17,7 @@ from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferHand
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
 from qcfuse_rag.store.key import FRAMED
 from tests.simulated.device import Device
-from tests.simulated.test_engine import PASSAGES, PROPHETKV, QUESTION, assert_same, engines
+from tests.simulated.test_engine import PASSAGES, QUESTION, assert_same, engines
 from tests.support import seams
 
 COPY_OF_ROWS = "aten::_to_copy"
@@ -79,21 +79,3 @@ def test_transferred_data_on_the_device_stays_within_its_limit(
     monkeypatch.setattr(LayerLoader, "_release_placed", counted_release)
     assert_same(gpu.prefill(prompt, method=chosen), expected)
     assert limit < most <= limit + limit // 2, "one layer more: it is sent before the thread waits"
-
-
-@pytest.mark.slow
-def test_waits_of_the_device_count_neither_as_probing_nor_as_recomputing(
-    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True))
-    prompt, receive = engine.prompt(QUESTION, PASSAGES), TransferHandle.receive
-    usual = engine.prefill(prompt, method=PROPHETKV).report.timings
-
-    def late(handle: TransferHandle) -> None:
-        device.host.seconds += 0.5
-        receive(handle)
-
-    monkeypatch.setattr(TransferHandle, "receive", late)
-    timings = engine.prefill(prompt, method=PROPHETKV).report.timings
-    assert 0 < timings.probe_s == pytest.approx(usual.probe_s, abs=0.1)
-    assert 0 < timings.recompute_s == pytest.approx(usual.recompute_s, abs=0.1)
