@@ -82,11 +82,11 @@ class Remembering(AgainAndAgain):
 
 
 class Spoiling(AgainAndAgain):
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        def spoil() -> None:
-            compute().fill_(torch.nan)
+    """Records something that computes nonsense."""
 
-        return compute(), spoil
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        result = compute()
+        return result, lambda: result.fill_(torch.nan)
 
 
 class Forgetful(AgainAndAgain):
