@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qcfuse_rag.models.rope import AngleTables, LayerRope, angles, angles_from, rotate
+from qcfuse_rag.models.rope import AngleTables, LayerRope, angles_from, rotate
 from qcfuse_rag.runtime.rows import RowsPlan
 
 
@@ -104,8 +104,7 @@ class PassResiduals:
     ropes: Sequence[LayerRope]
     groups: Sequence[ResidualGroup]
     sources: Tensor = field(init=False)
-    _forward: AngleTables = field(default_factory=dict, repr=False)
-    _backward: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _angles: AngleTables = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.sources = torch.cat([group.sources for group in self.groups])
@@ -120,14 +119,14 @@ class PassResiduals:
         stop = self.groups[-1].first + len(self.groups[-1].weights)
         for side, old in zip((keys, values), stored, strict=True):
             residuals = side.index_select(2, self.sources).float() - old.float()
-            rotates = side is keys and rope.inv_freq is not None
-            if rotates:
-                residuals = rotate(residuals, *self._back(rope), interleaved=rope.interleaved)
-            corrections = self._estimates(residuals, start, stop)
-            if rotates:
-                angle = angles_from(self._forward, rope, start, stop, side.device)
-                corrections = rotate(corrections, *angle, interleaved=rope.interleaved)
-            side[:, :, start:stop] += corrections
+            if side is values or rope.inv_freq is None:
+                side[:, :, start:stop] += self._estimates(residuals, start, stop)
+                continue
+            cos, sin = angles_from(self._angles, rope, start, stop, side.device)
+            at = self.sources - start
+            unrotated = rotate(residuals, cos[at], -sin[at], interleaved=rope.interleaved)
+            corrections = self._estimates(unrotated, start, stop)
+            side[:, :, start:stop] += rotate(corrections, cos, sin, interleaved=rope.interleaved)
 
     def _estimates(self, residuals: Tensor, start: int, stop: int) -> Tensor:
         estimates = residuals.new_zeros(*residuals.shape[:2], stop - start, residuals.shape[3])
@@ -137,9 +136,3 @@ class PassResiduals:
             estimates[:, :, first : first + len(group.weights)] = group.weights @ residuals[:, :, done : done + count]
             done += count
         return estimates
-
-    def _back(self, rope: LayerRope) -> tuple[Tensor, Tensor]:
-        assert rope.inv_freq is not None
-        if id(rope.inv_freq) not in self._backward:
-            self._backward[id(rope.inv_freq)] = angles(rope.inv_freq, -self.sources)
-        return self._backward[id(rope.inv_freq)]

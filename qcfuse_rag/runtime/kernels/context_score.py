@@ -170,18 +170,10 @@ def context_scores(
     reduce: str = "mean",
     splits: int | None = None,
 ) -> Tensor:
-    """Return `[T]` float32, the attention that each key gets, pooled by `mean` or `max` over rows and heads.
+    """Return `[T]` float32, the attention that each key gets; see `runtime.attention.scores.attention_weights`.
 
-    The reference is `runtime.reference_attention.plain_attention_weights`.
-
-    Args:
-        query: `[1, Hq, R, D]`, rotated.
-        key: `[1, Hkv, T, D]`, rotated; the content at positions that are not `known` is ignored.
-        rows: `[R]` int64 positions of the queries, less than T.
-        known: `[T]` bool, positions that hold a key; each row sees at least one of them.
-        params: how the layer computes scores; sinks take no part.
-        reduce: `mean` or `max`.
-        splits: parts to split the keys into, at most `FEW_SPLITS`; None chooses enough to fill the device.
+    The reference is `runtime.reference_attention.plain_attention_weights`. Each row must see at least one `known` key.
+    Keys are split into at most `FEW_SPLITS` parts; None chooses enough to fill the device.
 
     Raises:
         ValueError: if dtypes or layouts of operands do not match.

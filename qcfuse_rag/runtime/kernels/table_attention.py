@@ -117,17 +117,8 @@ def table_attention(
 ) -> Tensor:
     """Attend with the same number of rows of each request to the keys in its own buffer.
 
-    Args:
-        query: `[B, Hq, R, D]`, rotated; any strides, but contiguous channels.
-        table: addresses of the buffers; Hq is a multiple of their heads.
-        layer: index of the layer.
-        rows: `[B, R]` int64 positions less than the table's `longest`; a row sees the keys up to itself.
-        params: how the layer computes scores.
-        splits: parts to split the keys into, at most `MAX_SPLITS`; None chooses enough to fill the device.
-        tile: block size of a program; None chooses the size that fills the device.
-
-    Returns:
-        `[B, R, Hq, Dv]` in the dtype of `query`.
+    Queries are `[B, Hq, R, D]`, rotated, of any strides but contiguous channels. Rows are `[B, R]` int64 positions less
+    than the table's `longest`. The result is `[B, R, Hq, Dv]`. For further arguments see `sparse_attention`.
     """
     check_operands(table.dtype, query)
     return launch_attention(query, (table, layer), rows, params, splits=splits, tile=tile)
