@@ -16,7 +16,7 @@ from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Tier
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.method import BreakEven, Method
-from qcfuse_rag.fusion.pipeline import fuse_prompt
+from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.cost import Costs, PrefillEstimate, measure_loading
 from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
@@ -28,11 +28,18 @@ from tests.support.passages import PASSAGES, QUESTION
 from tests.support.runners import loading_first
 
 FAST = Costs(pass_s=0.01, row_s=0.001, load_s=1e-6)
+DEAR = replace(FAST, load_s=0.1)
 LONG = PrefillEstimate(prompt_tokens=2000, stored_tokens=1950, selected_tokens=100, probe_rows=50, probe_share=0.5)
 
 
 def guarded(ratio: float = 0.1) -> Method:
     return replace(make_method("qcfuse", ratio=ratio, base=FRAMED), guard=BreakEven())
+
+
+def ask(engine: FusionEngine, costs: Costs, method: Method | None = None, texts: list[str] = PASSAGES) -> Prefilled:
+    """Prefill under a guard that knows these costs."""
+    runner = loading_first(engine.lm, engine.store, costs=lambda: costs)
+    return fuse_prompt(runner, engine.prompt(QUESTION, texts), method or guarded())
 
 
 @pytest.mark.parametrize(
@@ -83,8 +90,7 @@ def test_the_rows_of_a_probe_are_predicted_with_the_history_in_front_of_the_pass
 
 def test_a_refused_prompt_is_computed_in_full_and_says_why(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(FRAMED,))
-    prompt, method = engine.prompt(QUESTION, PASSAGES), guarded(ratio=1.0)
-    done = fuse_prompt(loading_first(engine.lm, engine.store, costs=lambda: replace(FAST, load_s=0.1)), prompt, method)
+    prompt, done = engine.prompt(QUESTION, PASSAGES), ask(engine, DEAR, guarded(ratio=1.0))
     exact = engine.prefill(prompt, method=make_method("full"))
     assert torch.allclose(done.logits, exact.logits, atol=1e-4)
     assert done.report.method == "qcfuse"
@@ -96,20 +102,14 @@ def test_a_refused_prompt_is_computed_in_full_and_says_why(engine: FusionEngine)
 def test_a_prompt_without_any_stored_passage_says_that_and_is_not_the_guards(engine: FusionEngine) -> None:
     """Its system prefix is stored wherever anything was ever warmed, and saves next to nothing."""
     engine.warm(PASSAGES[:1], bases=(FRAMED,))
-    dear = replace(FAST, load_s=0.1)
-    report = fuse_prompt(
-        loading_first(engine.lm, engine.store, costs=lambda: dear), engine.prompt(QUESTION, PASSAGES[1:]), guarded()
-    ).report
+    report = ask(engine, DEAR, texts=PASSAGES[1:]).report
     assert report.fallback == "2 of 2 passages computed in full: absent"
     assert [lookup.hit for lookup in report.lookups if lookup.role == "chunk"] == [False, False]
 
 
 def test_a_guards_reason_names_what_was_absent_besides(engine: FusionEngine) -> None:
     engine.warm(PASSAGES[:1], bases=(FRAMED,))
-    dear = replace(FAST, load_s=0.1)
-    report = fuse_prompt(
-        loading_first(engine.lm, engine.store, costs=lambda: dear), engine.prompt(QUESTION, PASSAGES), guarded()
-    ).report
+    report = ask(engine, DEAR).report
     assert str(report.fallback).startswith("computed in full, ")
     assert str(report.fallback).endswith("; 2 of 3 passages are absent")
 
@@ -146,15 +146,15 @@ def test_measuring_passes_is_no_waiting_for_the_store(llama: LanguageModel, monk
 
 def test_reports_name_the_prediction_for_what_was_done(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(FRAMED,))
-    prompt, never = engine.prompt(QUESTION, PASSAGES), BreakEven(margin=1e-9)
+    prompt = engine.prompt(QUESTION, PASSAGES)
     ahead = plan_lookups(engine.lm, engine.store, prompt, guarded()).estimate
-    runner = loading_first(engine.lm, engine.store, costs=lambda: FAST)
-    fused = fuse_prompt(runner, prompt, replace(guarded(), guard=BreakEven(margin=1e9))).report
+    fused, full, unguarded = (
+        ask(engine, FAST, replace(guarded(), guard=guard)).report
+        for guard in (BreakEven(margin=1e9), BreakEven(margin=1e-9), None)
+    )
     assert fused.predicted_s == FAST.fused_s(ahead)
-    full = fuse_prompt(runner, prompt, replace(guarded(), guard=never)).report
-    assert full.predicted_s == FAST.full_pass_s(len(prompt))
-    assert full.to_dict()["predicted_s"] == full.predicted_s
-    assert fuse_prompt(runner, prompt, replace(guarded(), guard=None)).report.predicted_s is None
+    assert full.to_dict()["predicted_s"] == full.predicted_s == FAST.full_pass_s(len(prompt))
+    assert unguarded.predicted_s is None
 
 
 def test_passages_on_disk_are_copied_to_memory_where_fusing_pays_only_from_there(
@@ -166,44 +166,33 @@ def test_passages_on_disk_are_copied_to_memory_where_fusing_pays_only_from_there
         make_engine(llama, disk).warm(PASSAGES, bases=(FRAMED,))
         with TieredStore(MemoryStore(), DiskStore(tmp_path)) as store:
             engine = make_engine(llama, store)
-            runner, prompt = loading_first(llama, store, costs=lambda: costs), engine.prompt(QUESTION, PASSAGES)
-            first = fuse_prompt(runner, prompt, guarded()).report
+            prompt, first = engine.prompt(QUESTION, PASSAGES), ask(engine, costs).report
             assert "are being copied there" in str(first.fallback)
             assert first.rows == len(prompt)
             deadline = time.monotonic() + 30
             while plan_lookups(llama, store, prompt, guarded()).far_keys and time.monotonic() < deadline:
                 time.sleep(0.01)
-            second = fuse_prompt(runner, prompt, guarded()).report
+            second = ask(engine, costs).report
             assert second.fallback is None
             assert second.rows < len(prompt)
-            slow = loading_first(llama, store, costs=lambda: replace(costs, near_load_s=1.0))
-            assert "copied" not in str(fuse_prompt(slow, prompt, guarded()).report.fallback)
+            assert "copied" not in str(ask(engine, replace(costs, near_load_s=1.0)).report.fallback)
 
 
-def test_passages_that_do_not_fit_in_memory_are_not_copied_there(llama: LanguageModel, tmp_path: Path) -> None:
-    """They would push each other out at every request."""
-    costs = replace(FAST, load_s=1.0, near_load_s=1e-9)
-    with DiskStore(tmp_path) as disk, TieredStore(MemoryStore(1 << 10), disk) as store:
+class Refusing(TieredStore):
+    def prefetch(self, keys: object) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+
+@pytest.mark.parametrize(("kind", "limit_bytes"), [(TieredStore, 1 << 10), (Refusing, 1 << 30)], ids=["full", "closed"])
+def test_passages_that_memory_cannot_take_fail_no_request(
+    kind: type[TieredStore], limit_bytes: int, llama: LanguageModel, tmp_path: Path
+) -> None:
+    """Those that do not fit would push each other out at every request."""
+    with DiskStore(tmp_path) as disk, kind(MemoryStore(limit_bytes), disk) as store:
         make_engine(llama, disk).warm(PASSAGES, bases=(FRAMED,))
-        engine = make_engine(llama, store)
-        runner = loading_first(llama, store, costs=lambda: costs)
-        report = fuse_prompt(runner, engine.prompt(QUESTION, PASSAGES), guarded()).report
-        assert str(report.fallback).startswith("computed in full")
-        assert "copied" not in str(report.fallback)
-
-
-def test_a_store_that_cannot_copy_fails_no_request(llama: LanguageModel, tmp_path: Path) -> None:
-    class Refusing(TieredStore):
-        def prefetch(self, keys: object) -> None:
-            raise RuntimeError("cannot schedule new futures after shutdown")
-
-    costs = replace(FAST, load_s=1.0, near_load_s=1e-9)
-    with DiskStore(tmp_path) as disk, Refusing(MemoryStore(), disk) as store:
-        make_engine(llama, disk).warm(PASSAGES, bases=(FRAMED,))
-        engine = make_engine(llama, store)
-        runner = loading_first(llama, store, costs=lambda: costs)
-        report = fuse_prompt(runner, engine.prompt(QUESTION, PASSAGES), guarded()).report
+        report = ask(make_engine(llama, store), replace(FAST, load_s=1.0, near_load_s=1e-9)).report
         assert report.rows == report.prompt_tokens
+        assert str(report.fallback).startswith("computed in full")
         assert "copied" not in str(report.fallback)
 
 

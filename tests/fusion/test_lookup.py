@@ -10,10 +10,14 @@ import pytest
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TieredStore, make_method
 from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.state import FusedPrompt
+from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
+from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, ChunkKey
 from tests.support.damage import damaged
+from tests.support.engines import look_up, make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 AUTO = make_method("auto", ratio=0.2, guard=False)
@@ -125,3 +129,20 @@ def test_a_passage_all_of_whose_entries_are_damaged_is_computed_and_says_why(
     assert [lookup.hit for lookup in report.lookups] == [True, False, False, False]
     assert "3 of 3 passages computed in full" in str(report.fallback)
     assert "checksum" in str(report.fallback)
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_part_behind_the_system_prefix_is_exact_only_from_its_first_token(llama: LanguageModel, start: int) -> None:
+    engine = make_engine(llama, MemoryStore())
+    engine.warm(PASSAGES[:1], bases=(FRAMED,))
+    prefix_ids, ids = engine.prompts.prefix_ids, engine.prompts.chunk_ids(PASSAGES[0])
+    segments = (
+        Segment(Role.SYSTEM_PREFIX, prefix_ids, ""),
+        Segment(Role.CHUNK, ids[start:], "", ChunkPart(ids, start)),
+        Segment(Role.QUESTION, ids[:4], ""),
+    )
+    prompt = Prompt(segments, prefix_ids=prefix_ids)
+    fused = FusedPrompt.empty(engine.runner, prompt, len(prompt))
+    fused.load(look_up(engine.lm, engine.store, prompt, make_method("reuse", base=FRAMED)), WaitBudget(None))
+    fused.await_all()
+    assert [placed.exact for placed in fused.placed_chunks] == [start == 0]

@@ -148,14 +148,3 @@ def test_answers_in_reused_memory_are_identical(name: str, engine: FusionEngine)
     after = fuse_prompt(runner, prompt, method)
     assert after.buffer.keys[0].data_ptr() == address
     assert torch.equal(after.logits, expected)
-
-
-def test_an_engine_reuses_the_memory_of_an_earlier_request(engine: FusionEngine) -> None:
-    engine.warm(PASSAGES, bases=(FRAMED,))
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    done = engine.prefill(prompt)
-    address = done.buffer.keys[0].data_ptr()
-    concurrent = engine.prefill(prompt)
-    assert concurrent.buffer.keys[0].data_ptr() != address
-    del done
-    assert engine.prefill(prompt).buffer.keys[0].data_ptr() == address

@@ -108,14 +108,6 @@ def test_loading_while_computing_gives_what_loading_first_gives(llama: LanguageM
     assert during.report.bytes_loaded > 0
 
 
-def test_every_family_fuses_while_loading(family: LanguageModel) -> None:
-    engine = make_engine(family, MemoryStore())
-    engine.warm(PASSAGES)
-    prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("qcfuse", ratio=0.3, base=FRAMED)
-    first = fuse_prompt(loading_first(family, engine.store), prompt, method)
-    assert torch.equal(first.logits, engine.prefill(prompt, method=method).logits)
-
-
 def test_a_probe_that_ends_early_does_not_wait_for_later_layers(engine: FusionEngine, store: WatchedStore) -> None:
     """Tokens are chosen while the last layer is being read; here the read waits for the choice."""
     chosen, came_first = threading.Event(), []
