@@ -38,24 +38,36 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 LOG = logging.getLogger(__name__)
 
 
-class FusedNorm(ModuleProxy):
+class OneInput(ModuleProxy):
+    """A view of a module that computes calls with one input itself; any other call goes to the model's own module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model's own module returns."""
+        return self.inner(*args, **kwargs) if kwargs or len(args) != 1 else self.compute(args[0])
+
+    def compute(self, given: Tensor) -> Any:
+        """Compute the module for its one input."""
+        raise NotImplementedError
+
+
+class FusedNorm(OneInput):
     """Root mean square normalisation in one kernel; `eps` is added to the mean square, `offset` to the weight."""
 
     def __init__(self, inner: nn.Module, eps: float, offset: float) -> None:
         super().__init__(inner)
         self._eps, self._offset = eps, offset
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Normalise hidden states of the weight's width. Any other call goes to the model's own module."""
+    def compute(self, given: Tensor) -> Any:
+        """Normalise hidden states of the weight's width."""
         from qcfuse_rag.runtime.fused_layers.pointwise import normalized
 
         weight: Any = self.inner.weight
-        if kwargs or len(args) != 1 or args[0].shape[-1] != len(weight):
-            return self.inner(*args, **kwargs)
-        return normalized(args[0], weight, self._eps, self._offset)
+        if given.shape[-1] != len(weight):
+            return self.inner(given)
+        return normalized(given, weight, self._eps, self._offset)
 
 
-class FusedGate(ModuleProxy):
+class FusedGate(OneInput):
     """A gated feed-forward network whose gate is one kernel, with kernels for products of a few rows if they are used.
 
     The activation is one of `pointwise.ACTIVATIONS`.
@@ -66,18 +78,16 @@ class FusedGate(ModuleProxy):
         self.activation, self._few_row_kernels = activation, few_row_kernels
         self._down = FewRowProducts([inner.down_proj])  # type: ignore[list-item] # a linear layer, see `_gate`
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model's own module returns."""
+    def compute(self, given: Tensor) -> Any:
+        """Compute the network."""
         from qcfuse_rag.runtime.fused_layers.pointwise import gated
         from qcfuse_rag.runtime.fused_layers.skinny_products import gate_projected, supports
 
-        if kwargs or len(args) != 1:
-            return self.inner(*args, **kwargs)
         parts: Any = self.inner
         weights = parts.gate_proj.weight, parts.up_proj.weight
-        if self._few_row_kernels and supports(args[0], weights):
-            return self._down.product(0, gate_projected(args[0], *weights, self.activation))
-        return parts.down_proj(gated(parts.gate_proj(args[0]), parts.up_proj(args[0]), self.activation))
+        if self._few_row_kernels and supports(given, weights):
+            return self._down.product(0, gate_projected(given, *weights, self.activation))
+        return parts.down_proj(gated(parts.gate_proj(given), parts.up_proj(given), self.activation))
 
 
 class FewRowProducts:
@@ -106,18 +116,16 @@ class FewRowProducts:
         return last[1][index]
 
 
-class FewRowProduct(ModuleProxy):
+class FewRowProduct(OneInput):
     """View of a matrix product that is computed together with others."""
 
     def __init__(self, inner: nn.Module, joint: FewRowProducts, index: int) -> None:
         super().__init__(inner)
         self._joint, self._index = joint, index
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, given: Tensor) -> Any:
         """Compute the product."""
-        if kwargs or len(args) != 1:
-            return self.inner(*args, **kwargs)
-        return self._joint.product(self._index, args[0])
+        return self._joint.product(self._index, given)
 
 
 def few_row_products(linears: Sequence[nn.Linear]) -> list[FewRowProduct]:
@@ -326,22 +334,21 @@ def _listed(found: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class SingleRowProduct(ModuleProxy):
+class SingleRowProduct(OneInput):
     """View of a linear layer on a CPU that multiplies a single bfloat16 row as a vector; other rows go to the layer.
 
     torch's product of two bfloat16 matrices rearranges the weights first, which for a single row takes as long again as
     reading them; its product with a vector does not.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, given: Tensor) -> Any:
         """Return what the layer returns, with sums in another order."""
         linear: Any = self.inner
-        if kwargs or len(args) != 1 or args[0].numel() != linear.in_features:
-            return linear(*args, **kwargs)
-        rows: Tensor = args[0]
-        row, weight, bias = rows.reshape(-1), linear.weight, linear.bias
+        if given.numel() != linear.in_features:
+            return linear(given)
+        row, weight, bias = given.reshape(-1), linear.weight, linear.bias
         out = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
-        return out.view(*rows.shape[:-1], -1)
+        return out.view(*given.shape[:-1], -1)
 
 
 def single_row_view(module: Module) -> Module:

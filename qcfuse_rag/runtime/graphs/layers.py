@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,29 +83,23 @@ class LayerGraphs:
         decoder_view(lm.fused_model.get_decoder(), lm.n_layers, recording)(**inputs)
         self._layers, self._hidden = recording.layers, recording.hidden
 
-    def logits(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
-        """Compute rows through all layers, as `runtime.forward.forward_rows` does.
+    def run(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, depth: int | None = None) -> Tensor:
+        """Compute rows through all layers, or through some of them; return logits or hidden states.
+
+        Logits are those of `runtime.forward.forward_rows`.
 
         Raises:
             GraphMismatch: if the pass differs from what was recorded.
         """
-        replay = _LayerReplay(self._layers, self._hidden, plan, buffer)
-        with self._views.computed_by(replay) as model:
-            logits: Tensor = model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
-        replay.check_complete(self._lm.n_layers)
-        return logits[0, -1].float()
-
-    def hidden(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, depth: int) -> Literal[True]:
-        """Compute rows through some layers, as `runtime.forward.forward_hidden` does, and return True.
-
-        Raises:
-            GraphMismatch: if the pass differs from what was recorded.
-        """
-        replay = _LayerReplay(self._layers, self._hidden, plan, buffer)
-        with self._views.computed_by(replay, depth) as decoder:
-            decoder(**self._inputs(ids, plan, buffer))
-        replay.check_complete(depth)
-        return True
+        replay, options = _LayerReplay(self._layers, self._hidden, plan, buffer), {}
+        if depth is None:
+            options = {"logits_to_keep": 1}
+        with self._views.computed_by(replay, depth) as model:
+            out = model(**self._inputs(ids, plan, buffer), **options)
+        if replay.ran != (self._lm.n_layers if depth is None else depth):
+            raise GraphMismatch
+        found: Tensor = out.logits[0, -1].float() if depth is None else out[0]
+        return found
 
     def launched(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
         """Compute what `logits` does with the same kernels launched one by one, to check the recording."""
@@ -195,11 +189,7 @@ class _LayerReplay:
         self._plan, self._buffer = plan, buffer
         self._copied: dict[int, Tensor] = {}
         self._given: dict[tuple[int, ...], object] = {}
-        self._ran = 0
-
-    def check_complete(self, depth: int) -> None:
-        if self._ran != depth:
-            raise GraphMismatch
+        self.ran = 0
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a recorded layer once its stored keys and values have arrived, then call the observer of the pass."""
@@ -210,7 +200,7 @@ class _LayerReplay:
             self._hidden[0].copy_(hidden)
         self._copy_inputs(recorded.inputs, (*args, *kwargs.values()))
         recorded.replay()
-        self._ran += 1
+        self.ran += 1
         if self._plan.observe is not None:
             query, params = recorded.snapshot
             key = self._buffer.keys[layer][:, :, : self._plan.length]
@@ -277,7 +267,7 @@ def _compare(
         rows = torch.cat([others, torch.tensor([length - 1], device=lm.device)])
         ids, plan = sample.ids[rows], RowsPlan.of(rows, lm.sliding)
         launched, replayed = sample.without(rows, length), sample.without(rows, length)
-        logits = exclusively(lambda: graphs.logits(ids, plan, replayed))  # noqa: B023
+        logits = exclusively(lambda: graphs.run(ids, plan, replayed))  # noqa: B023
         if logits is None:
             raise RuntimeError("a pass differs from its recording")
         query = graphs.last_query.clone()

@@ -35,7 +35,6 @@ REQUESTS = (1, 2, 4, 8, 16)
 
 LOG = logging.getLogger(__name__)
 
-T = TypeVar("T")
 GraphT = TypeVar("GraphT")
 
 
@@ -116,7 +115,7 @@ class PrefillRunner(GraphRunner["LayerGraphs"]):
         """Compute rows through all layers; see `runtime.forward.forward_rows`. A hooked pass is never replayed."""
         logits = None
         if hooked_pass is None:
-            logits = self._replay(ids, plan, lambda graphs: graphs.logits(ids, plan, buffer))
+            logits = self._replay(ids, plan, lambda graphs: graphs.run(ids, plan, buffer))
         if logits is None:
             return forward_rows(self._lm, ids, plan, buffer, hooked_pass)
         return used_by_caller(logits)
@@ -128,8 +127,8 @@ class PrefillRunner(GraphRunner["LayerGraphs"]):
         """Compute rows through some layers; see `runtime.forward.forward_hidden`."""
         done = None
         if hooked_pass is None:
-            done = self._replay(ids, plan, lambda graphs: graphs.hidden(ids, plan, buffer, depth))
-        if not done:
+            done = self._replay(ids, plan, lambda graphs: graphs.run(ids, plan, buffer, depth))
+        if done is None:
             forward_hidden(self._lm, ids, plan, buffer, depth=depth, hooked_pass=hooked_pass)
 
     def compile(self, rows: Sequence[int] = ROWS) -> None:
@@ -141,7 +140,7 @@ class PrefillRunner(GraphRunner["LayerGraphs"]):
 
         return record_layers(self._lm, sizes, self._open_recorder, self._exclusively)
 
-    def _replay(self, ids: Tensor, plan: RowsPlan, run: Callable[[LayerGraphs], T]) -> T | None:
+    def _replay(self, ids: Tensor, plan: RowsPlan, run: Callable[[LayerGraphs], Tensor]) -> Tensor | None:
         """Run the smallest recorded pass that fits; return None if none fits or another thread runs one."""
         graphs = self._fitting(len(plan.rows))
         # For a whole prompt torch's own attention is faster; sets of visible keys differ in shape with every question.
@@ -149,7 +148,7 @@ class PrefillRunner(GraphRunner["LayerGraphs"]):
             return None
         return self._exclusively(lambda: run(graphs))
 
-    def _exclusively(self, run: Callable[[], T]) -> T | None:
+    def _exclusively(self, run: Callable[[], Tensor]) -> Tensor | None:
         from qcfuse_rag.runtime.graphs.layers import GraphMismatch
 
         assert self._recorder is not None

@@ -21,11 +21,12 @@ import torch
 from qcfuse_rag.models.rope import LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import DeviceTimestamp
-from qcfuse_rag.runtime.loading.sources import BlockSource, LateMissError, LayerSource, LoadingChunk, SentLayers
+from qcfuse_rag.runtime.loading.sources import BlockSource, LateMissError, LoadingChunk, SentLayers
 from qcfuse_rag.store.backends.base import Miss
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
+    from qcfuse_rag.runtime.loading.slab_source import SlabSource
 
 
 T = TypeVar("T")
@@ -146,7 +147,7 @@ class LayerLoader:
         wait_budget: WaitBudget,
     ) -> None:
         self._device, self._n_layers, self._wait_budget = buffer.keys[0].device, len(ropes), wait_budget
-        self._sources: list[LayerSource] = []
+        self._sources: list[BlockSource | SlabSource] = []
         others: Sequence[LoadingChunk] = chunks
         if transfer is not None:
             from qcfuse_rag.runtime.loading.slab_source import SlabSource, slabs_by_format

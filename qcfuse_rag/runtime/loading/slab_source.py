@@ -27,7 +27,7 @@ Forms = tuple[tuple[BlockForm, BlockForm], ...]
 
 
 class SlabSource:
-    """A `LayerSource` of chunks of one format, each in an allocation of its own; see `slabs_by_format`."""
+    """Chunks of one format, each in an allocation of its own; see `slabs_by_format` and `sources.BlockSource`."""
 
     joins_layers = True
 

@@ -1,4 +1,4 @@
-"""Sources of the layer loader: its interface to chunks, and chunks read block by block, in every format.
+"""What the layer loader loads: chunks that are read block by block, in every format.
 
 A block is read as its store reads it. `slab_source` sends chunks that lie in one allocation each.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -49,44 +49,14 @@ class LoadingChunk:
     chunk: ChunkKV
 
 
-class LayerSource(Protocol):
-    """Some chunks of a request."""
-
-    @property
-    def starts(self) -> Sequence[int]:
-        """Positions of the chunks."""
-
-    @property
-    def needs_thread(self) -> bool:
-        """Whether reading can block. A thread then reads while a pass computes."""
-
-    @property
-    def joins_layers(self) -> bool:
-        """Whether several layers may be placed by the same launch."""
-
-    def read(self, layers: range) -> SentLayers:
-        """Read the blocks of some layers and start to send them; the reading thread calls it.
-
-        Raises:
-            LateMissError: if a block cannot be read.
-        """
-
-    def place(self, sent: Sequence[SentLayers]) -> int:
-        """Place layers that have been read, and return their bytes; the computing thread calls it.
-
-        Raises:
-            LateMissError: if the blocks do not fit.
-        """
-
-    def stop(self) -> None:
-        """Drop what would keep memory alive, and read nothing more."""
-
-
 class BlockSource:
-    """A `LayerSource` of chunks behind a store, or in memory.
+    """Chunks behind a store, or in memory.
 
     To read blocks takes longer than to start their copies, so each layer is sent as soon as it is read. Without a
     `transfer`, placement copies the blocks to the device.
+
+    Attributes:
+        needs_thread: whether reading can block; a thread then reads while a pass computes.
     """
 
     needs_thread = True
@@ -115,7 +85,7 @@ class BlockSource:
 
     @property
     def joins_layers(self) -> bool:
-        """See `LayerSource`.
+        """Whether several layers may be placed by the same launch.
 
         Without a placement kernel no launch is saved, and keys are best placed just before they are used. Low-rank
         blocks grow to full size when they are placed, and there is memory for one layer of those.
@@ -126,7 +96,11 @@ class BlockSource:
         )
 
     def read(self, layers: range) -> SentLayers:
-        """Read the blocks of some layers and start to send them."""
+        """Read the blocks of some layers and start to send them; the reading thread calls it.
+
+        Raises:
+            LateMissError: if a block cannot be read.
+        """
         read: list[tuple[dict[str, Tensor], str, Tensor]] = []
         for loading, blocks in zip(self._chunks, self._blocks, strict=True):
             if self._stopped:
@@ -145,7 +119,11 @@ class BlockSource:
         return layers, sent
 
     def place(self, sent: Sequence[SentLayers]) -> int:
-        """Place layers that have been read."""
+        """Place layers that have been read, and return their bytes; the computing thread calls it.
+
+        Raises:
+            LateMissError: if the blocks do not fit.
+        """
         buffer, staged, nbytes = self._buffer, [], 0
         assert buffer is not None
         for layers, transfer in sent:
