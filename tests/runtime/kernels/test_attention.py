@@ -1,4 +1,4 @@
-"""Attention of sparse rows against plain torch."""
+"""Attention of sparse rows of one request and of several, each with its own buffer, against plain torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels import launch
 from qcfuse_rag.runtime.kernels import sparse_attention as attention
+from qcfuse_rag.runtime.kernels import split_k as parts
 from qcfuse_rag.runtime.kernels.context_score import context_scores
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention, sparse_attention_reference
 from qcfuse_rag.runtime.kernels.table_attention import append_rows, table_attention, table_attention_reference
+from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.rows import AttentionParams
 from tests.runtime.kernels.operands import DTYPES, TOLERANCE, operands, relative_error, tabled
 from tests.support.recorders import DEVICE
@@ -28,6 +31,8 @@ SHAPES = {
     "many blocks": (4, 2, list(range(0, 300, 3)), 299, 64, 64),
     "at the edges of blocks": (4, 2, [62, 63, 64, 127, 128, 191], 192, 64, 64),
 }
+ONE_EACH = [[0], [130], [64], [3]]
+SEVERAL_EACH = [[2, 70, 71, 200, 201], [0, 1, 2, 3, 4], [10, 64, 128, 192, 192]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -125,3 +130,83 @@ def test_operands_that_a_kernel_would_read_wrongly_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="channels side by side"):
             call()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [None, 4])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"),
+    [(4, 4, 64, 64), (8, 2, 64, 64), (14, 2, 80, 48), (2, 1, 256, 256), (35, 1, 32, 32)],
+)
+@pytest.mark.parametrize("rows", [ONE_EACH, SEVERAL_EACH], ids=["one row", "several rows"])
+def test_rows_attend_to_their_own_requests_buffer(
+    rows: list[list[int]], heads: int, kv_heads: int, dim: int, value_dim: int, splits: int | None, dtype: torch.dtype
+) -> None:
+    query, buffers, table, at = tabled(rows, heads, kv_heads, dim, value_dim, dtype)
+    for layer in range(2):
+        result = table_attention(query, table, layer, at, AttentionParams(0.2), splits=splits)
+        expected = table_attention_reference(query, buffers, layer, at, AttentionParams(0.2))
+        assert result.shape == expected.shape == (*at.shape, heads, value_dim)
+        assert result.dtype == dtype
+        assert relative_error(result, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("window", "softcap"), [(None, 3.0), (1, None), (37, 3.0), (1000, None)])
+def test_rows_of_several_requests_with_windows_caps_and_sinks(
+    splits: int, sinks: bool, window: int | None, softcap: float | None
+) -> None:
+    query, buffers, table, rows = tabled([[5, 300, 399], [18, 19, 20], [0, 1, 128]], 6, 2, 64, 32, torch.float32)
+    params = AttentionParams(0.3, softcap, window, torch.randn(6).to(DEVICE) if sinks else None)
+    result = table_attention(query, table, 1, rows, params, splits=splits)
+    assert relative_error(result, table_attention_reference(query, buffers, 1, rows, params)) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [[[7], [0], [30]], [[1, 2, 7], [0, 3, 5], [9, 30, 30]]], ids=["one row", "several"])
+def test_rows_are_written_at_their_positions_and_nowhere_else(rows: list[list[int]]) -> None:
+    _, buffers, table, at = tabled(rows, 4, 2, 64, 48, torch.float16)
+    before = [[tensor.clone() for tensor in (*buffer.keys, *buffer.values)] for buffer in buffers]
+    key, value = (torch.randn(3, len(rows[0]), 2, dim).to(DEVICE, torch.float16).transpose(1, 2) for dim in (64, 48))
+    if rows[2] == [9, 30, 30]:
+        key[2, :, 2], value[2, :, 2] = key[2, :, 1], value[2, :, 1]
+    append_rows(key, value, table, 1, at)
+    for index, (positions, buffer) in enumerate(zip(rows, buffers, strict=True)):
+        assert torch.equal(buffer.keys[1][0, :, positions], key[index])
+        assert torch.equal(buffer.values[1][0, :, positions], value[index])
+        for tensor, old in zip((*buffer.keys, *buffer.values), before[index], strict=True):
+            layer = 1 if tensor is buffer.keys[1] or tensor is buffer.values[1] else 0
+            if layer == 1:
+                tensor[:, :, positions], old[:, :, positions] = 0, 0
+            assert torch.allclose(tensor, old, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_buffer_of_another_layout_has_no_table() -> None:
+    _, [buffer], table, _ = tabled([[7]], 4, 2, 64, 64, torch.float32)
+    apart = KVBuffer(tuple(tensor.transpose(1, 2) for tensor in buffer.keys), buffer.values)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        KVTable.of([apart], table.shapes, 8)
+
+
+EVEN = [(16, 10_240, 16), (1, 100_000, 128), (2, 32_768, 128), (1, 600, 2), (1, 100, 1), (300, 100_000, 1)]
+UNEVEN = [(24, 22), (120, 4), (256, 2), (320, 2), (384, 1), (512, 1)]
+
+
+@pytest.mark.parametrize(
+    ("programs", "keys", "splits", "uneven"),
+    [*((*case, False) for case in EVEN), *((programs, 10_240, splits, True) for programs, splits in UNEVEN)],
+)
+def test_keys_are_split_until_programs_fill_the_device(
+    programs: int, keys: int, splits: int, uneven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uneven programs are twice as many as run at once."""
+    monkeypatch.setattr(parts, "concurrent_programs", lambda device: 264)
+    assert parts.num_splits(programs, keys, DEVICE, uneven=uneven) == splits
+    assert parts.num_splits(programs, 512, DEVICE, uneven=uneven) <= 2
+
+
+@pytest.mark.parametrize("splits", [parts.TWO_SPLITS, 3, parts.FEW_SPLITS, parts.FEW_SPLITS + 1, parts.MAX_SPLITS])
+def test_parts_are_combined(splits: int) -> None:
+    query, key, value, rows = operands(2, 1, [1500, 2100], 2112, 16, 16, torch.float32)
+    result = sparse_attention(query, key, value, rows, AttentionParams(0.3), splits=splits)
+    assert relative_error(result, sparse_attention_reference(query, key, value, rows, AttentionParams(0.3))) < 1e-5
