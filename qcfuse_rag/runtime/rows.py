@@ -195,7 +195,7 @@ class StepPlan:
     """The rows of a decode step that torch computes: the next token of each request. Kernels use a `TablePlan`.
 
     Attributes:
-        buffers: one for each request, with keys and values at every position before its row.
+        buffers: of the requests, with keys and values at every position before their rows.
         rows: `[B, 1]` int64 positions, on the model's device.
         positions: the same positions on the host.
         windows: per layer the sliding window in tokens or None, for models that do not pass it to attention.

@@ -67,7 +67,7 @@ def test_decode_steps_are_recorded_for_every_family(
     engine = engine_on("cuda", dtype, family_name, tokenizer)
     stream = engine.stream(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=1))
     position, buffer = stream.report.prompt_tokens, stream.prefilled.buffer
-    engine.runner.decodes.compile(requests=(1, 2))
+    engine.runner.decodes.compile((1, 2))
     if family_name not in WITH_EXPERTS:
         assert engine.runner.decodes.refusal is None
     found, expected = (
@@ -86,7 +86,7 @@ def test_fused_passes_are_recorded_for_every_family(
     prompt = engine.prompt(QUESTION, PASSAGES)
     methods = [make_method("prophetkv", ratio=0.3, base=FRAMED), make_method("reuse", base=FRAMED)]
     expected = [engine.prefill(prompt, method=method) for method in methods]
-    engine.runner.prefills.compile(rows=(16, 128))
+    engine.runner.prefills.compile((16, 128))
     if family_name not in WITH_EXPERTS:
         assert engine.runner.prefills.refusal is None
     for _ in range(5):  # what is not waited for shows now and then

@@ -171,22 +171,11 @@ def rows_attention(
 ) -> tuple[Tensor, None]:
     """Attend with the rows of a plan; without a plan, compute transformers' own attention.
 
-    Args:
-        module: the calling attention layer.
-        query: `[1, Hq, R, D]`, rotated; `[B, Hq, R, D]` for a plan of several requests.
-        key: `[1, Hkv, length, D]`, rotated, of every position of the prompt so far; unused for a plan of several
-            requests, whose keys and values are read from their buffers.
-        value: `[1, Hkv, length, Dv]`; likewise.
-        attention_mask: ignored with a plan.
-        scaling: factor on the scores; `D ** -0.5` if None.
-        fusion: the plan of a pass or of a decode step, or None.
-        sliding_window: the layer's window in tokens, or None; the plan's window if the model does not pass one.
-        softcap: cap on scores through tanh (Gemma 2).
-        s_aux: `[Hq]` sink logits that take part in the softmax only (gpt-oss).
-        **kwargs: further arguments of the model.
-
-    Returns:
-        `[1, R, Hq, Dv]`, and None for the weights.
+    Queries are `[1, Hq, R, D]`, rotated, and keys and values `[1, Hkv, length, D]` of every position of the prompt so
+    far. For a plan of several requests queries are `[B, Hq, R, D]`; keys and values are read from their buffers. With a
+    plan the mask is ignored. The other arguments are those that models pass: the scale, `D ** -0.5` if None; the window
+    in tokens, the plan's if the model passes none; the cap on scores through tanh (Gemma 2); `[Hq]` sink logits that
+    take part in the softmax only (gpt-oss). The result is `[1, R, Hq, Dv]`, and None for the weights.
 
     Raises:
         UnsupportedModel: if the model passes an unsupported argument, or does not pass the plan on.

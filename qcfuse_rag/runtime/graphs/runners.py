@@ -50,6 +50,7 @@ class GraphRunner(ABC, Generic[GraphT]):
     """
 
     what: ClassVar[str]
+    sizes: ClassVar[Sequence[int]]
 
     def __init__(self, lm: LanguageModel, recorder: GraphRecorder | None = None) -> None:
         self._lm, self._fixed_recorder, self._recorder = lm, recorder, recorder
@@ -57,8 +58,8 @@ class GraphRunner(ABC, Generic[GraphT]):
         self._lock = threading.Lock()
         self.refusal: str | None = "compile() has not been called"
 
-    def _compile(self, sizes: Sequence[int]) -> None:
-        """Record the sizes that can be recorded; takes memory and seconds.
+    def compile(self, sizes: Sequence[int] | None = None) -> None:
+        """Record the sizes that can be recorded, of the usual ones or of others; takes memory and seconds.
 
         Do not use the model elsewhere meanwhile: work of other threads on the device can make a recording fail, and a
         recording can make their work fail.
@@ -69,7 +70,7 @@ class GraphRunner(ABC, Generic[GraphT]):
         self.refusal = missing_kernels(self._lm)
         if self.refusal is not None:
             return
-        self._graphs, refusals = self._record(sizes)
+        self._graphs, refusals = self._record(self.sizes if sizes is None else sizes)
         if refusals:
             reasons = "; ".join(f"{size}: {refusal}" for size, refusal in refusals.items())
             LOG.warning("%s of some sizes are launched kernel by kernel: %s", self.what, reasons)
@@ -96,13 +97,15 @@ class GraphRunner(ABC, Generic[GraphT]):
 class PrefillRunner(GraphRunner["LayerGraphs"]):
     """Computes passes over some rows of a prompt, with recorded layers where they fit.
 
+    Passes of the model's window of rows or more are not recorded.
+
     Safe to use from several threads: while one thread runs recorded layers, others launch theirs kernel by kernel.
 
     Attributes:
         replayed: the number of passes run with recorded layers so far.
     """
 
-    what = "passes"
+    what, sizes = "passes", ROWS
     replayed = 0
 
     @property
@@ -130,10 +133,6 @@ class PrefillRunner(GraphRunner["LayerGraphs"]):
             done = self._replay(ids, plan, lambda graphs: graphs.run(ids, plan, buffer, depth))
         if done is None:
             forward_hidden(self._lm, ids, plan, buffer, depth=depth, hooked_pass=hooked_pass)
-
-    def compile(self, rows: Sequence[int] = ROWS) -> None:
-        """Record passes of these numbers of rows, except those of the model's window or more."""
-        self._compile(rows)
 
     def _record(self, sizes: Sequence[int]) -> tuple[dict[int, LayerGraphs], dict[int, str]]:
         from qcfuse_rag.runtime.graphs.layers import record_layers
@@ -166,9 +165,12 @@ class PrefillRunner(GraphRunner["LayerGraphs"]):
 
 
 class DecodeRunner(GraphRunner["StepGraph"]):
-    """Computes decode steps, with a recorded step where one fits; safe to use from several threads."""
+    """Computes decode steps, with a recorded step where one fits; safe to use from several threads.
 
-    what = "decode steps"
+    All steps that are recorded are correct, or none is used.
+    """
+
+    what, sizes = "decode steps", REQUESTS
 
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]) -> Tensor:
@@ -177,10 +179,6 @@ class DecodeRunner(GraphRunner["StepGraph"]):
         if graph is None:
             return forward_step(self._lm, tokens, positions, buffers)
         return self._replay(graph, tokens, positions, buffers)
-
-    def compile(self, requests: Sequence[int] = REQUESTS) -> None:
-        """Record steps of these numbers of requests; all of them are correct, or none is used."""
-        self._compile(requests)
 
     def _record(self, sizes: Sequence[int]) -> tuple[dict[int, StepGraph], dict[int, str]]:
         from qcfuse_rag.runtime.graphs.steps import record_steps

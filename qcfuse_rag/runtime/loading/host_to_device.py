@@ -114,11 +114,9 @@ class HostToDevice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferHandle:
-    """Tensors whose copies to a device have been started.
+    """Tensors whose copies to a device have been started, not to be used before `receive`.
 
     Attributes:
-        device: the target device.
-        tensors: the tensors on the device; not to be used before `receive`.
         nbytes: bytes that were copied.
         copied: recorded on the device after the copies.
         computed: recorded on the device after the tensors that the reading thread computed there.

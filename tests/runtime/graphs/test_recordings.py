@@ -186,7 +186,7 @@ def compiled(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, Counting
         seams.recorder_has_kernels(patched, lambda *_: True)
         if DEVICE.type == "cpu":
             seams.large_blocks(patched)
-        engine.runner.prefills.compile(rows=(16, 64))
+        engine.runner.prefills.compile((16, 64))
     assert engine.runner.prefills.refusal is None
     return engine, recorder
 
@@ -323,7 +323,7 @@ def test_without_memory_for_many_rows_fewer_are_recorded(
     lm = model_of("llama", tokenizer)
     passes = PrefillRunner(lm, FullAt(8))
     with caplog.at_level(logging.WARNING):
-        passes.compile(rows=(4, 8, 16))
+        passes.compile((4, 8, 16))
     assert passes.refusal is None
     for size in (16, 8):
         assert f"{size}: recording failed: OutOfMemoryError: no room" in caplog.text
@@ -343,7 +343,7 @@ def test_without_memory_to_check_kernels_nothing_is_recorded(
     seams.recorder_has_kernels(monkeypatch, lambda *_: False)
     seams.recorder_refusal(monkeypatch, full)
     passes = PrefillRunner(model_of("llama", tokenizer), AgainAndAgain())
-    passes.compile(rows=(4,))
+    passes.compile((4,))
     assert passes.refusal == "the kernels cannot be tried: the device is out of memory"
 
 
@@ -351,7 +351,7 @@ def test_recorded_passes_are_priced_once_they_are_timed(tokenizer: PreTrainedTok
     lm = model_of("llama", tokenizer)
     passes = PrefillRunner(lm, AgainAndAgain())
     measured = MeasuredCosts(lm, MemoryStore(), passes)
-    passes.compile(rows=(16,))
+    passes.compile((16,))
     assert measured().recorded_rows == 0
     measured.recorded_pass_s = 0.01
     assert (measured().recorded_rows, measured().recorded_pass_s) == (16, 0.01)
@@ -420,7 +420,7 @@ def test_recorded_numbers_of_rows_leave_few_extra_rows() -> None:
 def test_views_of_the_model_are_made_once(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, made = model_of("llama", tokenizer), []
     passes = PrefillRunner(lm, CountingRecorder())
-    passes.compile(rows=(4,))
+    passes.compile((4,))
 
     def making(*args: Any) -> HookedLayer:
         made.append(args[1])
