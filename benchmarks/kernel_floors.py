@@ -175,7 +175,8 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
             partial(_place, place_blocks, blocks),
             partial(_place, place_blocks_reference, blocks),
             0.0,
-            sum(block.nbytes + block.stored.numel() * size for block in blocks),
+            sum(part.nbytes for block in blocks for part in (block.stored, block.scale) if part is not None)
+            + sum(block.stored.numel() * size for block in blocks),
             recorded=False,
         )
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import planned_inputs
 from qcfuse_rag.runtime.graphs.recorder import GraphRecorder, SamplePrompt, recording_refusal
+from qcfuse_rag.runtime.kernels.support import relative_error
 from qcfuse_rag.runtime.kv_table import RebindableKVTable, TablePlan
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.model_views import ViewCache, decoder_view
@@ -91,9 +92,8 @@ class LayerGraphs:
         Raises:
             GraphMismatch: if the pass differs from what was recorded.
         """
-        replay, options = _LayerReplay(self._layers, self._hidden, plan, buffer), {}
-        if depth is None:
-            options = {"logits_to_keep": 1}
+        replay = _LayerReplay(self._layers, self._hidden, plan, buffer)
+        options = {"logits_to_keep": 1} if depth is None else {}
         with self._views.computed_by(replay, depth) as model:
             out = model(**self._inputs(ids, plan, buffer), **options)
         if replay.ran != (self._lm.n_layers if depth is None else depth):
@@ -102,7 +102,7 @@ class LayerGraphs:
         return found
 
     def launched(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
-        """Compute what `logits` does with the same kernels launched one by one, to check the recording."""
+        """Compute what `run` does with the same kernels launched one by one, to check the recording."""
         logits: Tensor = self._lm.fused_model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
         return logits[0, -1].float()
 
@@ -240,10 +240,10 @@ def record_layers(
     samples: list[SamplePrompt] = []
     for size in sizes:
 
-        def record(size: int = size) -> list[tuple[Tensor, Tensor]]:
+        def record(size: int = size) -> list[float]:
             graphs[size] = LayerGraphs(lm, size, open_recorder(), request, views, memory)
             samples[:] = samples or [SamplePrompt.of(lm, min(2 * sizes[0], lm.context_window.tokens))]
-            return _compare(lm, graphs[size], samples[0], exclusively)
+            return _errors(lm, graphs[size], samples[0], exclusively)
 
         refusal = recording_refusal(lm, record)
         if refusal is not None:
@@ -252,14 +252,12 @@ def record_layers(
 
 
 @torch.inference_mode()
-def _compare(
-    lm: LanguageModel, graphs: LayerGraphs, sample: SamplePrompt, exclusively: Exclusively
-) -> list[tuple[Tensor, Tensor]]:
-    """Return what a recorded pass computes, and what the same kernels do launched one by one.
+def _errors(lm: LanguageModel, graphs: LayerGraphs, sample: SamplePrompt, exclusively: Exclusively) -> list[float]:
+    """Return the errors of a recorded pass against the same kernels launched one by one.
 
     The second pass has fewer rows, of a longer prompt.
     """
-    size, pairs = graphs.n_rows, []
+    size, errors = graphs.n_rows, []
     generator = torch.Generator(lm.device).manual_seed(size)
     for n_rows, length in ((size, size + 1), (max(1, size - size // 4), 2 * size)):
         length = min(length, lm.context_window.tokens)
@@ -271,7 +269,10 @@ def _compare(
         if logits is None:
             raise RuntimeError("a pass differs from its recording")
         query = graphs.last_query.clone()
-        pairs += [(logits, graphs.launched(ids, plan, launched)), (query, graphs.last_query.clone())]
+        errors += [
+            relative_error(logits, graphs.launched(ids, plan, launched)),
+            relative_error(query, graphs.last_query),
+        ]
         for ours, theirs in ((replayed.keys, launched.keys), (replayed.values, launched.values)):
-            pairs.append((ours[-1][:, :, rows], theirs[-1][:, :, rows]))
-    return pairs
+            errors.append(relative_error(ours[-1][:, :, rows], theirs[-1][:, :, rows]))
+    return errors

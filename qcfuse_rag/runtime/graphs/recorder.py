@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_rows
-from qcfuse_rag.runtime.kernels.support import kernels_available, relative_error, unavailable_reason
+from qcfuse_rag.runtime.kernels.support import kernels_available, unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.rows import RowsPlan
 
@@ -159,10 +159,10 @@ def missing_kernels(lm: LanguageModel) -> str | None:
         return "the kernels cannot be tried: the device is out of memory"
 
 
-def recording_refusal(lm: LanguageModel, record: Callable[[], Sequence[tuple[Tensor, Tensor]]]) -> str | None:
-    """Record something and compare what it computes with what was launched; return why it cannot be used, or None."""
+def recording_refusal(lm: LanguageModel, record: Callable[[], Sequence[float]]) -> str | None:
+    """Return why what is recorded cannot be used, or None; `record` returns its errors against launched kernels."""
     try:
-        errors = [relative_error(replayed, launched) for replayed, launched in record()]
+        errors = record()
     except Exception as error:  # a model may do anything that cannot be recorded; it runs without graphs
         return f"recording failed: {type(error).__name__}: {error}"
     LOG.info("largest error of a recording: %.2g (limit %.2g)", max(errors, default=0.0), REPLAYED[lm.dtype])

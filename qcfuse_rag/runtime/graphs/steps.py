@@ -15,6 +15,7 @@ from torch import Tensor
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_plan
 from qcfuse_rag.runtime.graphs.recorder import GraphRecorder, SamplePrompt, recording_refusal
+from qcfuse_rag.runtime.kernels.support import relative_error
 from qcfuse_rag.runtime.kv_table import RebindableKVTable, TablePlan
 from qcfuse_rag.runtime.language_model import LanguageModel
 
@@ -49,12 +50,12 @@ def record_steps(
     """Record and check steps; return all of them, or why they cannot be used."""
     graphs: dict[int, StepGraph] = {}
 
-    def record() -> list[tuple[Tensor, Tensor]]:
+    def record() -> list[float]:
         recorder = open_recorder()
         graphs.update({count: _record_step(lm, count, recorder) for count in requests})
         length = min(max(CHECKED_POSITIONS) + 1, lm.context_window.tokens)
         samples = [SamplePrompt.of(lm, length, seed) for seed in range(max(requests, default=0))]
-        return [pair for graph in graphs.values() for pair in _compare(lm, graph, samples, replay)]
+        return [error for graph in graphs.values() for error in _errors(lm, graph, samples, replay)]
 
     refusal = recording_refusal(lm, record)
     return (graphs, {}) if refusal is None else ({}, dict.fromkeys(requests, refusal))
@@ -70,11 +71,9 @@ def _record_step(lm: LanguageModel, requests: int, recorder: GraphRecorder) -> S
 
 
 @torch.inference_mode()
-def _compare(
-    lm: LanguageModel, graph: StepGraph, samples: Sequence[SamplePrompt], replay: Replay
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the logits of a recorded step, and those of its kernels launched one by one; once with a request less."""
-    pairs, size = [], graph.inputs.shape[1]
+def _errors(lm: LanguageModel, graph: StepGraph, samples: Sequence[SamplePrompt], replay: Replay) -> list[float]:
+    """Return the errors of a recorded step against its kernels launched one by one; once with a request less."""
+    errors, size = [], graph.inputs.shape[1]
     for round_, last in enumerate(min(position, lm.context_window.tokens - 1) for position in CHECKED_POSITIONS):
         positions = [max(0, last - 3 * request) for request in range(max(1, size - round_ % 2))]
         prompts = samples[: len(positions)]
@@ -84,5 +83,6 @@ def _compare(
             for prompt, position in zip(prompts, positions, strict=True)
         ]
         replayed = replay(graph, tokens, positions, buffers)
-        pairs.append((replayed, forward_plan(lm.fused_model, graph.inputs[0], graph.plan)[: len(positions)]))
-    return pairs
+        launched = forward_plan(lm.fused_model, graph.inputs[0], graph.plan)[: len(positions)]
+        errors.append(relative_error(replayed, launched))
+    return errors

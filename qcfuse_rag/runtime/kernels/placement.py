@@ -58,11 +58,6 @@ class PlacementBlock:
         """The rotation, or None if no channel rotates."""
         return None if self.rope is None or self.rope.inv_freq is None else self.rope
 
-    @property
-    def nbytes(self) -> int:
-        """Size of numbers and scales in bytes."""
-        return self.stored.nbytes + (0 if self.scale is None else self.scale.nbytes)
-
     def __post_init__(self) -> None:
         tokens, heads, dim = self.stored.shape
         requests, into_heads, capacity, into_dim = self.into.shape
