@@ -191,7 +191,11 @@ class _FusedViewBuilder:
             return None
         products = {name: part for name, part in module._modules.items() if name in GATED and part is not None}
         bare = all(is_product(part) and (name == "down_proj" or part.bias is None) for name, part in products.items())
-        tried = (FusedGate(module, name, few_row_kernels=bare) for name in ACTIVATIONS)
+        tried = (
+            FusedGate(module, name, few_row_kernels=few_row_kernels)
+            for name in ACTIVATIONS
+            for few_row_kernels in ((True, False) if bare else (False,))
+        )
         return self._first("gates", module, tried, LARGE, first.in_features)
 
     def _first(
