@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from qcfuse_rag.runtime.attention import dispatch as rows_module
-from qcfuse_rag.runtime.attention.dispatch import rows_attention, split_rows
+from qcfuse_rag.runtime.attention.dispatch import row_blocks_of, rows_attention
 from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.reference_attention import explicit_attention
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
@@ -49,7 +49,7 @@ def test_blocks_show_every_row_exactly_what_it_may_see(
     rows, length, visible, window = plan
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows_module, "ROWS_PER_BLOCK", size)
-        blocks = split_rows(rows, length, visible, window)
+        blocks = row_blocks_of(RowsPlan(rows, length, None if visible is None else [visible]), 0, window)
     positions = torch.arange(length) if visible is None else visible
     seen = torch.zeros(len(rows), length, dtype=torch.bool)
     for block in blocks:

@@ -8,6 +8,7 @@ dense: it goes to flash-attn 3 on a Hopper GPU if that is installed, else to tor
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -31,49 +32,40 @@ from qcfuse_rag.runtime.rows import AttentionParams, RowBlock, RowsPlan, StepPla
 ROWS_PER_BLOCK = 128
 
 
-def split_rows(
-    rows: Tensor,
-    length: int,
-    visible: Tensor | None,
-    window: int | None,
-    rows_on_host: Tensor | None = None,
-    visible_on_host: Tensor | None = None,
-) -> list[RowBlock]:
-    """Split `[R]` int64 ascending rows into blocks; no block reads keys after the position of its last row.
+def row_blocks_of(plan: RowsPlan, layer: int, window: int | None) -> list[RowBlock]:
+    """Split the rows of a plan, once for each set of visible keys and window; layers share the blocks.
 
-    Key ranges index into `visible`, `[V]` int64 ascending positions, if it is given. The host waits for the device
-    unless it is given the rows and the visible positions on the CPU too.
+    No block reads keys after the position of its last row. Key ranges index into the positions that are visible in the
+    layer, if the plan has such. The host waits for the device unless it knows the rows and these positions.
     """
+    key = (plan.visible_key(layer), window)
+    if key not in plan.row_blocks:
+        plan.row_blocks[key] = list(_split_rows(plan, layer, window))
+    return plan.row_blocks[key]
+
+
+def _split_rows(plan: RowsPlan, layer: int, window: int | None) -> Iterator[RowBlock]:
+    length, visible = plan.length, plan.visible_at(layer)
     if window is not None and window >= length:
         window = None
-    if visible is None and window is None and len(rows) == length:
-        return [RowBlock(0, length, 0, length, mask=None, causal=True)]
-    host_rows = (rows if rows_on_host is None else rows_on_host).tolist()
-    keys = range(length) if visible is None else (visible if visible_on_host is None else visible_on_host).tolist()
-    positions = torch.arange(length, device=rows.device) if visible is None else visible
-    blocks = []
-    for start in range(0, len(host_rows), ROWS_PER_BLOCK):
-        stop = min(start + ROWS_PER_BLOCK, len(host_rows))
-        first_row, last_row = host_rows[start], host_rows[stop - 1]
+    if visible is None and window is None and len(plan.rows) == length:
+        yield RowBlock(0, length, 0, length, mask=None, causal=True)
+        return
+    rows = (plan.rows if plan.on_host is None else plan.on_host).tolist()
+    on_host = None if plan.visible is None else plan.visible[layer]
+    keys = range(length) if on_host is None else on_host.tolist()
+    positions = torch.arange(length, device=plan.rows.device) if visible is None else visible
+    for start in range(0, len(rows), ROWS_PER_BLOCK):
+        stop = min(start + ROWS_PER_BLOCK, len(rows))
+        first_row, last_row = rows[start], rows[stop - 1]
         stop_key = bisect_right(keys, last_row)
         start_key = 0 if window is None else bisect_right(keys, first_row - window)
         all_seen = keys[stop_key - 1] <= first_row
         all_in_window = window is None or last_row - keys[start_key] < window
         mask = None
         if not all_seen or not all_in_window:
-            mask = seen_keys(rows[start:stop], positions[start_key:stop_key], window)
-        blocks.append(RowBlock(start, stop, start_key, stop_key, mask, causal=False))
-    return blocks
-
-
-def row_blocks_of(plan: RowsPlan, layer: int, window: int | None) -> list[RowBlock]:
-    """Split the rows of a plan, once for each set of visible keys and window; layers share the blocks."""
-    key = (plan.visible_key(layer), window)
-    if key not in plan.row_blocks:
-        visible = None if plan.visible is None else plan.visible[layer]
-        on_host = None if visible is None else visible.cpu()
-        plan.row_blocks[key] = split_rows(plan.rows, plan.length, plan.visible_at(layer), window, plan.on_host, on_host)
-    return plan.row_blocks[key]
+            mask = seen_keys(plan.rows[start:stop], positions[start_key:stop_key], window)
+        yield RowBlock(start, stop, start_key, stop_key, mask, causal=False)
 
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
