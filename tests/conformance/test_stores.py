@@ -19,10 +19,8 @@ SECRET = bytes(range(32))
 Open = Callable[[Path], KVStore]
 STORES: dict[str, Open] = {
     "memory": lambda folder: MemoryStore(MIB),
-    "memory, int8": lambda folder: MemoryStore(MIB, kv_dtype="int8", eviction="cost"),
     "disk": lambda folder: DiskStore(folder, 8 * MIB),
     "disk, int8": lambda folder: DiskStore(folder, 8 * MIB, kv_dtype="int8", eviction="lru"),
-    "disk, fp8": lambda folder: DiskStore(folder, 8 * MIB, kv_dtype="fp8", eviction="lfu"),
     "encrypted disk": lambda folder: DiskStore(folder, 8 * MIB, cipher=StoreCipher(SECRET)),
     "memory over disk": lambda folder: TieredStore(MemoryStore(MIB), DiskStore(folder, 8 * MIB)),
     "too small a memory over disk": lambda folder: TieredStore(MemoryStore(10), DiskStore(folder, 8 * MIB)),

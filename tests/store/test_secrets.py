@@ -13,8 +13,6 @@ from qcfuse_rag import DiskStore, open_store
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import KVStore, Miss
-from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.store.backends.tiered import TieredStore
 from qcfuse_rag.store.chunk import ChunkKV, to_format
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.factory import DEFAULT_KV_DTYPE
@@ -198,14 +196,6 @@ def test_a_secret_that_is_empty_or_short_is_no_reason_to_go_without(
     monkeypatch.setenv("QCFUSE_SECRET", secret.decode())
     with pytest.raises(StoreError, match=f"the secret has {len(secret)} bytes"):
         open_store(tmp_path)
-
-
-def test_stores_made_of_stores_say_whether_they_are_encrypted(tmp_path: Path) -> None:
-    sealed, plain = DiskStore(tmp_path / "a", cipher=StoreCipher(SECRET)), DiskStore(tmp_path / "b")
-    with sealed, plain:
-        assert (sealed.encrypted, plain.encrypted, MemoryStore().encrypted) == (True, False, False)
-        for far in (sealed, plain):
-            assert TieredStore(MemoryStore(), far).encrypted is far.encrypted
 
 
 # The command line.

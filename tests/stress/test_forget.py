@@ -99,8 +99,8 @@ def warm_and_record(lm: LanguageModel, folder: Path, times: Counters) -> None:
     """Warm the document, and record when the list of documents had it."""
     add = Sources.add
 
-    def recorded(sources: Sources, source: str, keys: Iterable[ChunkKey]) -> None:
-        add(sources, source, keys)
+    def recorded(sources: Sources, source: str, keys: Iterable[ChunkKey], **options: int | None) -> None:
+        add(sources, source, keys, **options)
         times.add(0, "claimed", time.monotonic_ns())
 
     Sources.add = recorded  # type: ignore[method-assign] # this process ends soon

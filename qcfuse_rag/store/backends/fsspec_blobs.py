@@ -24,8 +24,6 @@ class FsspecBlobs:
 
     Args:
         url: such as `s3://bucket/folder`, `gs://bucket/folder`, `sftp://host/folder` or `file:///mnt/shared/folder`.
-        timeout_s: seconds after which a read or a write fails, for object stores, which fsspec reaches asynchronously;
-            other protocols have their own options for it.
 
     Raises:
         StoreError: if fsspec, or the library it needs for such a URL, is not installed.
@@ -33,7 +31,7 @@ class FsspecBlobs:
 
     removes_expired = False
 
-    def __init__(self, url: str, *, timeout_s: float = 20.0) -> None:
+    def __init__(self, url: str) -> None:
         try:
             from fsspec import get_filesystem_class
             from fsspec.asyn import AsyncFileSystem
@@ -47,7 +45,7 @@ class FsspecBlobs:
             raise StoreError(f"cannot use URLs that begin with {self.kind}://: {error}") from error
         self._root = str(system._strip_protocol(url)).rstrip("/")
         self._asynchronous = issubclass(system, AsyncFileSystem)
-        self._url, self._timeout_s = url, timeout_s
+        self._url = url
         self._system: Any = None
 
     def read(self, name: str) -> bytes | None:
@@ -89,9 +87,8 @@ class FsspecBlobs:
             return False
 
     def names(self, folder: str = "") -> Iterator[tuple[str, int]]:
-        """Yield name and size of the blobs in a folder, without a timeout."""
         try:
-            listing = self._ask("ls", self._path(folder), fresh=True, timeout=False, detail=True)
+            listing = self._ask("ls", self._path(folder), fresh=True, detail=True)
         except FileNotFoundError:
             return
         for item in listing:
@@ -133,9 +130,8 @@ class FsspecBlobs:
             self._ask("rm_file", new_path)  # SMB does not replace files
             self._ask("mv", old_path, new_path)
 
-    def _ask(self, method: str, *arguments: Any, fresh: bool = False, timeout: bool = True, **options: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any, fresh: bool = False, **options: Any) -> Any:
         """Call a method of the file system; reconnect after a failure, since not every protocol does so itself."""
-        from fsspec.asyn import sync
         from fsspec.core import url_to_fs
 
         try:
@@ -144,9 +140,6 @@ class FsspecBlobs:
                 system = self._system = url_to_fs(self._url, skip_instance_cache=True)[0]
             if fresh:
                 system.invalidate_cache()
-            if self._asynchronous:
-                timeout_s = self._timeout_s if timeout else None
-                return sync(system.loop, getattr(system, f"_{method}"), *arguments, timeout=timeout_s, **options)
             return getattr(system, method)(*arguments, **options)
         except FileNotFoundError:
             raise

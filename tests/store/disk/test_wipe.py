@@ -92,13 +92,13 @@ STRAYS = (
 BESIDE = ("thesis.txt", "store.json.bak", "costs-of-living.json")
 
 
-@pytest.mark.parametrize("name", [*STRAYS, *BESIDE])
-def test_what_the_store_did_not_write_stays(wiped: Path, name: str) -> None:
-    (wiped / name).parent.mkdir(parents=True, exist_ok=True)
-    (wiped / name).write_text("years of work")
+def test_what_the_store_did_not_write_stays(wiped: Path) -> None:
+    for name in (*STRAYS, *BESIDE):
+        (wiped / name).parent.mkdir(parents=True, exist_ok=True)
+        (wiped / name).write_text("years of work")
     report = wipe(wiped)
-    assert contents(wiped) == {name: b"years of work"}
-    assert report.left == ([str(wiped / name)] if name in STRAYS else [])
+    assert contents(wiped) == dict.fromkeys((*STRAYS, *BESIDE), b"years of work")
+    assert sorted(report.left) == sorted(str(wiped / name) for name in STRAYS)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["this process", "another process"])

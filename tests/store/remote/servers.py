@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -44,14 +43,6 @@ class RedisProcess:
             self._process.kill()
             self._process.wait()
             Path(self.socket).unlink(missing_ok=True)
-
-    def pause(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
 
     def remove(self) -> None:
         self.kill()
