@@ -6,6 +6,7 @@ A policy gives every entry a number, and the entry with the smallest is evicted 
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -196,26 +197,57 @@ class KVStore(ABC):
         self.close()
 
 
-def open_entry(
-    store: KVStore, read: Callable[[], EntryBytes], address: str, key: ChunkKey | None, cipher: StoreCipher | None
-) -> tuple[ChunkKey, ChunkKV] | Miss:
-    """Open the bytes of a store's entry; a damaged or expired one is discarded."""
-    try:
-        stored, chunk = open_chunk(read(), cipher)
-        check_key(stored, key, address)
-    except FileNotFoundError:
-        return Miss("absent")
-    except (ForeignEntry, StoreError) as error:
-        return Miss(str(error))
-    except CorruptEntry as error:
-        store.discard(address, reason=str(error))
-        return Miss(str(error))
-    except (OSError, ValueError) as error:
-        return Miss(f"cannot be read: {error}")
-    if chunk.expired:
-        store.discard(address)
-        return Miss("expired")
-    return stored, chunk
+class EntryStore(KVStore):
+    """A store that keeps the bytes of entries outside of this process's memory.
+
+    Args:
+        cipher: the cipher that encrypts entries, or None.
+    """
+
+    def __init__(self, cipher: StoreCipher | None) -> None:
+        self.cipher = cipher
+        self._counts = {"hits": 0, "misses": 0, "discarded": 0}
+        self._lock = threading.Lock()
+
+    @property
+    def encrypted(self) -> bool:
+        return self.cipher is not None
+
+    def get(self, key: ChunkKey) -> ChunkKV | Miss:
+        """Return the chunk, whose blocks are checked when they are used, or why there is none."""
+        opened = self._open(key.address, key)
+        self._count("misses" if isinstance(opened, Miss) else "hits")
+        return opened if isinstance(opened, Miss) else opened[1]
+
+    def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
+        return self._open(address, None)
+
+    @abstractmethod
+    def _read(self, address: str) -> EntryBytes:
+        """Return the bytes of an entry; raises `FileNotFoundError` if there is none."""
+
+    def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:
+        """Open an entry; a damaged or expired one is discarded."""
+        try:
+            stored, chunk = open_chunk(self._read(address), self.cipher)
+            check_key(stored, key, address)
+        except FileNotFoundError:
+            return Miss("absent")
+        except (ForeignEntry, StoreError) as error:
+            return Miss(str(error))
+        except CorruptEntry as error:
+            self.discard(address, reason=str(error))
+            return Miss(str(error))
+        except (OSError, ValueError) as error:
+            return Miss(f"cannot be read: {error}")
+        if chunk.expired:
+            self.discard(address)
+            return Miss("expired")
+        return stored, chunk
+
+    def _count(self, what: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += count
 
 
 def get_checked(store: KVStore, key: ChunkKey) -> ChunkKV | Miss:

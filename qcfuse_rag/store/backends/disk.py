@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.models.fingerprint import Fingerprint
-from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats, eviction_policy, open_entry
+from qcfuse_rag.store.backends.base import EntryInfo, EntryStore, Health, Miss, StoreStats, eviction_policy
 from qcfuse_rag.store.backends.files import StoreFiles
 from qcfuse_rag.store.backends.index import (
     ENTRY,
@@ -144,7 +143,7 @@ def read_settings(folder: Path) -> StoreSettings | None:
 Result = TypeVar("Result")
 
 
-class DiskStore(KVStore):
+class DiskStore(EntryStore):
     """Keeps chunks in a folder, across processes and restarts.
 
     Reading an entry needs its file alone. If the index cannot be opened, on a full or read-only disk, the store still
@@ -185,14 +184,14 @@ class DiskStore(KVStore):
         cipher: StoreCipher | None = None,
         remote: str | None = None,
     ) -> None:
+        super().__init__(cipher)
         self.folder: Path = Path(folder).expanduser()
+        if os.path.expandvars(self.folder.absolute()) != str(self.folder.absolute()):  # diskcache would replace them
+            raise StoreError(f"the path {folder} contains environment variables; write their values instead")
         self.files = StoreFiles(self.folder)
         self.notes: list[str] = []
         self._problems: list[str] = []  # reasons why the store cannot be written
         self._index_problem: str | None = None  # why its index cannot be used
-        self.cipher = cipher
-        self._counts = {"hits": 0, "misses": 0, "discarded": 0}
-        self._lock = threading.Lock()
         try:
             self.files.create()
         except OSError as error:
@@ -207,26 +206,15 @@ class DiskStore(KVStore):
         self._models = self._read_models()
         self.quota = self._open_quota()
 
-    @property
-    def encrypted(self) -> bool:
-        return self.cipher is not None
-
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the chunk, whose blocks are checked when they are used, or why there is none."""
-        opened = self._open(key.address, key)
-        with self._lock:
-            self._counts["misses" if isinstance(opened, Miss) else "hits"] += 1
-        if isinstance(opened, Miss):
-            return Miss(self._absence_reason(key)) if opened == Miss("absent") else opened
-        self.note_use(key.address)
-        return opened[1]
+        found = super().get(key)
+        if isinstance(found, ChunkKV):
+            self.note_use(key.address)
+        return Miss(self._absence_reason(key)) if found == Miss("absent") else found
 
     def note_use(self, address: str) -> None:
         if self.quota is not None:
             self.quota.record_use(address)
-
-    def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
-        return self._open(address, None)
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Write the chunk; it can be read only once it is complete on disk."""
@@ -259,8 +247,7 @@ class DiskStore(KVStore):
             )
         except StoreError:
             return False
-        with self._lock:
-            self._counts["discarded"] += removed and reason is not None
+        self._count("discarded", removed and reason is not None)
         return removed
 
     def __contains__(self, key: ChunkKey | str) -> bool:
@@ -374,8 +361,8 @@ class DiskStore(KVStore):
             raise self._unwritable()
         return self.quota
 
-    def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:
-        return open_entry(self, lambda: MappedFile(self.files.path(address)), address, key, self.cipher)
+    def _read(self, address: str) -> MappedFile:
+        return MappedFile(self.files.path(address))
 
     def _absence_reason(self, key: ChunkKey) -> str:
         """Return why an entry is absent: never stored, or stored for another model, with what differs."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats, open_entry
+from qcfuse_rag.store.backends.base import EntryInfo, EntryStore, Health, Miss, StoreStats
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.entry.codec import Buffer, BytesInMemory, EntryBytes, encode
 from qcfuse_rag.store.entry.encryption import StoreCipher
@@ -71,7 +71,7 @@ SECRET_PARAMETER = re.compile("password|secret|token|key|sig", re.IGNORECASE)
 Result = TypeVar("Result")
 
 
-class RemoteStore(KVStore):
+class RemoteStore(EntryStore):
     """Keeps chunks as blobs: `<address>.kv`, and damaged ones in `quarantine/`.
 
     After a failure to reach the remote, requests to it are paused, so that a request with ten chunks waits once and not
@@ -102,29 +102,14 @@ class RemoteStore(KVStore):
         check_kv_dtype(kv_dtype)
         self.kv_dtype = kv_dtype
         self.kind = f"remote {blobs.kind}"
-        self._blobs, self.ttl_s, self._cipher, self._pause_s = blobs, ttl_s, cipher, pause_s
+        super().__init__(cipher)
+        self._blobs, self.ttl_s, self._pause_s = blobs, ttl_s, pause_s
         self._failure, self._paused_until = "", 0.0
-        self._counts = {"hits": 0, "misses": 0, "discarded": 0}
-        self._lock = threading.Lock()
-
-    @property
-    def encrypted(self) -> bool:
-        return self._cipher is not None
-
-    def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the chunk, fetched whole, with blocks checked when they are used, or why there is none."""
-        opened = self._open(key.address, key)
-        with self._lock:
-            self._counts["misses" if isinstance(opened, Miss) else "hits"] += 1
-        return opened if isinstance(opened, Miss) else opened[1]
-
-    def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
-        return self._open(address, None)
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Write the chunk; it can be read only once all of it is written."""
         converted = to_store_format(chunk, self.kv_dtype).with_ttl(self.ttl_s)
-        parts = encode(key, converted, cipher=self._cipher)
+        parts = encode(key, converted, cipher=self.cipher)
         ttl_s = None if converted.expires is None else max(converted.expires - time.time(), 0.001)
         self._ask(lambda: self._blobs.write(_name(key), parts, ttl_s))
 
@@ -141,8 +126,7 @@ class RemoteStore(KVStore):
             renamed = self._ask(lambda: self._blobs.rename(_name(key), quarantined))
         except StoreError:
             return False
-        with self._lock:
-            self._counts["discarded"] += renamed
+        self._count("discarded", renamed)
         return renamed
 
     def __contains__(self, key: ChunkKey | str) -> bool:
@@ -199,14 +183,11 @@ class RemoteStore(KVStore):
     def close(self) -> None:
         self._blobs.close()
 
-    def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:
-        def read() -> EntryBytes:
-            data = self._ask(lambda: self._blobs.read(_name(address)))
-            if data is None:
-                raise FileNotFoundError(address)
-            return BytesInMemory(data)
-
-        return open_entry(self, read, address, key, self._cipher)
+    def _read(self, address: str) -> EntryBytes:
+        data = self._ask(lambda: self._blobs.read(_name(address)))
+        if data is None:
+            raise FileNotFoundError(address)
+        return BytesInMemory(data)
 
     def _listed(self, folder: str = "") -> list[tuple[str, int]]:
         return self._ask(lambda: list(self._blobs.names(folder)), listing=True)
