@@ -1,4 +1,4 @@
-"""Run work under file permissions, which root otherwise ignores."""
+"""Obey file permissions, which root otherwise ignores."""
 
 from __future__ import annotations
 
@@ -6,39 +6,14 @@ import ctypes
 import os
 import struct
 import sys
-import traceback
-from collections.abc import Callable
 
 VERSION_3 = 0x20080522
 DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2
 """Capabilities by which a process may read and write what file permissions forbid; see capabilities(7)."""
 
 
-def under_permissions(work: Callable[[], object]) -> str:
-    """Run something in a child process that obeys file permissions; return what it raised, empty for nothing."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            obey_permissions()
-            work()
-        except BaseException:
-            os.write(writer, traceback.format_exc().encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        raised = pipe.read().decode()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return raised if status == 0 else f"the child ended with {status}"
-
-
 def obey_permissions() -> None:
-    """Give up the capabilities to ignore permissions, in this thread and those that it starts.
-
-    Raises:
-        OSError: if a root process of another system than Linux, or a system call, does not allow that.
-    """
+    """Give up the capabilities to ignore permissions, in this thread and those that it starts."""
     if os.geteuid() != 0:
         return
     if not sys.platform.startswith("linux"):

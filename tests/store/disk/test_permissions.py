@@ -6,6 +6,7 @@ Root may do all that, so the work runs in a process that has given up this privi
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from qcfuse_rag.store.admin import fsck
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
-from tests.store.disk.folders import KEY, file_of, put
-from tests.support.privileges import under_permissions
+from tests.store.disk.folders import KEY, file_of, in_a_child, put
+from tests.support.privileges import obey_permissions
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +38,20 @@ def kept(tmp_path: Path) -> Path:
     return folder
 
 
+def obeyed(work: Callable[[], object]) -> bool:
+    """Return whether something succeeds under file permissions."""
+
+    def work_unprivileged() -> None:
+        obey_permissions()
+        work()
+
+    return in_a_child(work_unprivileged) == 0
+
+
 def test_permissions_are_obeyed_here(tmp_path: Path) -> None:
     """Or nothing below would be a test."""
     (tmp_path / "file").touch(0o000)
-    tmp_path.chmod(0o500)
-    assert "PermissionError" in under_permissions((tmp_path / "file").read_bytes)
-    assert "PermissionError" in under_permissions((tmp_path / "new").touch)
-    tmp_path.chmod(0o700)
+    assert not obeyed((tmp_path / "file").read_bytes)
 
 
 def test_an_entry_that_may_not_be_read_is_a_miss_with_the_reason_and_stays(kept: Path) -> None:
@@ -61,7 +69,7 @@ def test_an_entry_that_may_not_be_read_is_a_miss_with_the_reason_and_stays(kept:
             assert [address for address, _ in report.unread] == [KEY.address], report
             assert (report.damaged, report.sound) == ([], 1)
 
-    assert under_permissions(look) == ""
+    assert obeyed(look)
     path.chmod(0o600)
     with DiskStore(kept) as store:
         assert_same(store.get(KEY), example_chunk())
@@ -78,6 +86,6 @@ def test_a_store_that_may_only_be_read_answers_and_says_that_it_keeps_nothing(ke
             with pytest.raises(StoreError, match=r"Permission denied|cannot be opened|readonly"):
                 put(store, 3)
 
-    assert under_permissions(look) == ""
+    assert obeyed(look)
     for folder in folders:
         folder.chmod(0o700)
