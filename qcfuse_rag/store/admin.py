@@ -190,7 +190,9 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
                 progress(done, len(addresses))
     except OSError as error:
         raise StoreError(f"cannot check {store.folder}: {error}") from error
-    report.ownerless = _ownerless(store)
+    if manifest_damage(store.folder) is None and (store.folder / FILE_NAME).exists():
+        with closing(Manifest(store.folder)) as manifest:
+            report.ownerless = Garbage(manifest, store).ownerless()
     return report
 
 
@@ -218,14 +220,6 @@ def rebuild(store: DiskStore) -> int:
         StoreError: if the index cannot be written.
     """
     return store.change(DiskQuota.rebuild)
-
-
-def _ownerless(store: DiskStore) -> list[str]:
-    """Return the entries of forgotten documents; none if there is no readable list of documents."""
-    if manifest_damage(store.folder) is not None or not (store.folder / FILE_NAME).exists():
-        return []
-    with closing(Manifest(store.folder)) as manifest:
-        return Garbage(manifest, store).ownerless()
 
 
 def _damage(store: DiskStore, address: str) -> str | None:

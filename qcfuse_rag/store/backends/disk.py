@@ -190,14 +190,13 @@ class DiskStore(EntryStore):
             raise StoreError(f"the path {folder} contains environment variables; write their values instead")
         self.files = StoreFiles(self.folder)
         self.notes: list[str] = []
-        self._problems: list[str] = []  # reasons why the store cannot be written
-        self._index_problem: str | None = None  # why its index cannot be used
+        self._problems: dict[str, str] = {}  # why its folder or its index cannot be written
         try:
             self.files.create()
         except OSError as error:
             if not os.path.isdir(self.files.objects):
                 raise StoreError(f"cannot open a store in {self.folder}: {error}") from error
-            self._problems.append(f"cannot be written: {error}")
+            self._problems["folder"] = f"cannot be written: {error}"
         given = {"limit_bytes": limit_bytes, "kv_dtype": kv_dtype, "eviction": eviction, "ttl_s": ttl_s}
         given["remote"] = None if remote is None else url_without_secrets(remote)
         self.settings = resolve_settings(self.files, given, cipher)
@@ -305,7 +304,7 @@ class DiskStore(EntryStore):
 
     def health(self) -> list[Health]:
         """Check that the folder can be written, the index can be read, and the disk has room up to the limit."""
-        problems = self._all_problems
+        problems = list(self._problems.values())
         try:
             probe = self.files.new_temporary()
             self.files.write(probe, [b"health"])
@@ -373,7 +372,8 @@ class DiskStore(EntryStore):
 
     def _open_quota(self, damaged: int | None = None) -> DiskQuota | None:
         """Open the index, and fill it from the files if it has no entries; return None if it cannot be opened."""
-        self._index_problem, failed = None, "opened"
+        self._problems.pop("index", None)
+        failed = "opened"
         try:
             index, note = open_index(self.files.folder / "index", damaged)
             self.notes += [note] if note else []
@@ -384,16 +384,12 @@ class DiskStore(EntryStore):
                 quota.refill()
             quota.enforce_limit()
         except INDEX_FAILURES as error:
-            self._index_problem = f"its index cannot be {failed}: {error}"
+            self._problems["index"] = f"its index cannot be {failed}: {error}"
             return None
         return quota
 
-    @property
-    def _all_problems(self) -> list[str]:
-        return [*self._problems, *([self._index_problem] if self._index_problem else [])]
-
     def _unwritable(self, error: Exception | None = None) -> StoreError:
-        return StoreError(f"cannot write to {self.folder}: {error or '; '.join(self._all_problems)}")
+        return StoreError(f"cannot write to {self.folder}: {error or '; '.join(self._problems.values())}")
 
     def _read_models(self) -> dict[str, dict[str, str]]:
         models = {}
