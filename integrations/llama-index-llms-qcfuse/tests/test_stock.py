@@ -8,6 +8,8 @@ import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
+from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+from llama_index.core.prompts.default_prompts import DEFAULT_REFINE_PROMPT, DEFAULT_TEXT_QA_PROMPT
 from llama_index.core.query_engine import CitationQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
 from llama_index.core.response_synthesizers import get_response_synthesizer
@@ -61,6 +63,17 @@ def test_every_synthesizer_reuses_every_retrieved_node(
     assert len(response.source_nodes) == 3
     assert str(response)
     assert hits(reports) == expected
+
+
+def test_an_answer_ends_where_the_default_wording_begins_again(llm: QCFuseLLM) -> None:
+    """As a message and as a text; the wording that refines an answer has no question before its last line."""
+    filled = {"context_str": PASSAGES[0], "query_str": QUESTION}
+    messages = DEFAULT_TEXT_QA_PROMPT_SEL.format_messages(llm=llm, **filled)
+    text = DEFAULT_TEXT_QA_PROMPT.format(**filled)
+    refined = DEFAULT_REFINE_PROMPT.format(context_msg=PASSAGES[0], existing_answer="A boat.", query_str=QUESTION)
+    requests = [llm._chat(messages, {}), llm._text(text, False, {}), llm._text(text, True, {})]
+    assert {request(llm.engine)[0].turn_starts for request in requests} == {("\nQuery:", "\n\nQuery:")}
+    assert llm._text(refined, False, {})(llm.engine)[0].turn_starts == ()
 
 
 @pytest.mark.slow

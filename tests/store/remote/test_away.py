@@ -67,6 +67,17 @@ class TestRemoteThatIsAway:
         store._pause_s = store._paused_until = 0.0
         self.check_that_it_comes_back(store)
 
+    def test_a_share_that_hangs_and_whose_client_has_no_time_limit(
+        self, away: type[Away], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seams.remote_answer_s(monkeypatch, 0.3)
+        store = RemoteStore(FsspecBlobs("away://hanging/kv"))
+        store._blobs.read = lambda name: time.sleep(20)  # type: ignore[assignment, method-assign]
+        started = time.monotonic()
+        found = [store.get(example_key()) for _ in range(10)]
+        assert found == [Miss("remote away cannot be reached: no whole answer in 0.3 s")] * 10
+        assert time.monotonic() - started < 10
+
     @pytest.mark.parametrize("url", ["unix:///nonexistent/redis.sock", "away://bucket/kv"])
     def test_one_that_was_never_there(self, away: type[Away], url: str) -> None:
         away.down = True
