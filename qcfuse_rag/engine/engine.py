@@ -245,10 +245,10 @@ class FusionEngine:
     def _with_turn_starts(self, prompt: Prompt, turn_starts: tuple[str, ...]) -> Prompt:
         if not turn_starts:
             return prompt
-        in_answer, reasoning = None, ReasoningFormat.of(self.lm.tokenizer)
-        if reasoning is not None:  # reasoning may repeat the prompt
+        if (reasoning := ReasoningFormat.of(self.lm.tokenizer)) is not None:  # which may repeat the prompt
             in_answer = partial(reasoning.in_answer, self.lm.tokenizer, prompt.segments[-1].text)
-        return replace(prompt, turn_starts=turn_starts, in_answer=in_answer)
+            prompt = replace(prompt, in_answer=in_answer)
+        return replace(prompt, turn_starts=turn_starts)
 
     def chat_prompt(
         self,
