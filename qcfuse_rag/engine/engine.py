@@ -40,6 +40,7 @@ from qcfuse_rag.verification.exactness import check_exact_once
 from qcfuse_rag.verification.verdict import Verdict, find_verdict, verdict_problem
 
 if TYPE_CHECKING:
+    from qcfuse_rag.fusion.rerank import Reranking
     from qcfuse_rag.verification.watch import Shadow, ShadowSettings
 
 
@@ -363,6 +364,43 @@ class FusionEngine:
     ) -> Generation:
         """Answer a prompt; like `stream`, all at once."""
         return self.stream(prompt, sampling, method=method, cancel=cancel).result()
+
+    def rerank(
+        self,
+        question: str,
+        passages: Sequence[str],
+        top_k: int | None = None,
+        *,
+        retrieved: Sequence[float] | None = None,
+        method: Method | None = None,
+    ) -> Reranking:
+        """Order passages by the likelihood of a question behind each of them; see `fusion.rerank`.
+
+        Stored caches are read under the method's base, so an answer over the best passages finds them in memory.
+        Passages that the store has not are computed for this call alone.
+
+        Args:
+            question: the question.
+            passages: the passages, exactly as they were warmed.
+            top_k: number of passages in the order; None for all.
+            retrieved: the retriever's scores of the passages, which count as much; None for none.
+            method: whose caches to read; the engine's own by default.
+
+        Raises:
+            PromptTooLong: if a passage with the question exceeds the context window.
+            InvalidSetting: if the question has no text.
+            InvalidTemplate: if the wording has the question before the passages.
+        """
+        from qcfuse_rag.fusion.rerank import Reranking, rerank_prompts
+
+        if not passages:
+            return Reranking()
+        if self.corpus.evict_removed():
+            self.prefixes.clear()
+        prompts = [self.prompts.build(question, [text]) for text in passages]
+        for prompt in prompts:
+            answer_room(self.lm, prompt, 0)
+        return rerank_prompts(self.runner, prompts, method or self.method, retrieved, top_k)
 
     def predict_rows(self, prompt: Prompt, method: Method | None = None) -> int:
         """Return the rows that a request computes if every passage is stored; the store is not asked."""

@@ -27,7 +27,7 @@ from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.kv_table import TablePlan
 from qcfuse_rag.runtime.reference_attention import explicit_attention, seen_keys
-from qcfuse_rag.runtime.rows import AttentionParams, RowBlock, RowsPlan, StepPlan
+from qcfuse_rag.runtime.rows import AttentionParams, BatchPlan, RowBlock, RowsPlan, StepPlan
 
 ROWS_PER_BLOCK = 128
 
@@ -155,7 +155,7 @@ def rows_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    fusion: RowsPlan | StepPlan | TablePlan | None = None,
+    fusion: RowsPlan | BatchPlan | StepPlan | TablePlan | None = None,
     sliding_window: int | None = UNKNOWN_WINDOW,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -192,6 +192,14 @@ def rows_attention(
         raise UnsupportedModel(f"{type(module).__name__} attends by {', '.join(unsupported)}, which is not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     window = _planned_window(fusion, layer) if sliding_window == UNKNOWN_WINDOW else sliding_window
+    if isinstance(fusion, BatchPlan):
+        options = {"sliding_window": window, "softcap": softcap, "s_aux": s_aux}
+        outputs = []
+        for index, (plan, buffer) in enumerate(zip(fusion.plans, fusion.buffers, strict=True)):
+            keys, values = (side[layer][:, :, : plan.length] for side in (buffer.keys, buffer.values))
+            own = query[index : index + 1]
+            outputs.append(rows_attention(module, own, keys, values, None, scaling, fusion=plan, **options)[0])
+        return torch.cat(outputs), None
     params = AttentionParams(scaling, softcap, window, s_aux)
     if isinstance(fusion, StepPlan):
         return _step_attention(query, fusion, layer, params), None
@@ -221,7 +229,7 @@ def rows_attention(
     return out.transpose(1, 2).contiguous(), None  # some models call `view` on the result
 
 
-def _planned_window(plan: RowsPlan | StepPlan | TablePlan, layer: int) -> int | None:
+def _planned_window(plan: RowsPlan | BatchPlan | StepPlan | TablePlan, layer: int) -> int | None:
     return None if plan.windows is None else plan.windows[layer]
 
 

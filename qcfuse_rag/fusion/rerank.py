@@ -1,0 +1,180 @@
+"""Order passages by the likelihood of a question behind each of them, read from stored caches.
+
+A passage's score is the mean log-likelihood of the question's tokens behind the system prefix and that passage alone
+(Sachan et al., UPR, arXiv 2204.07496). Only the question's rows are computed, those of many passages in one pass.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.errors import InvalidSetting, InvalidTemplate
+from qcfuse_rag.fusion.lookup import Lookups, plan_lookups
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.report import Lookup, describe_misses
+from qcfuse_rag.fusion.state import FusedPrompt
+from qcfuse_rag.prompts.segments import Prompt, Role
+from qcfuse_rag.runtime.forward import forward_batch
+from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
+from qcfuse_rag.runtime.loading.sources import LateMissError
+from qcfuse_rag.runtime.rows import BatchPlan, Observer, RowsPlan
+from qcfuse_rag.runtime.runner import ModelRunner
+
+ROWS = 256
+"""Most rows of a pass over several passages; more take no less time each, and more memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reranking:
+    """Passages in the order of their scores.
+
+    Attributes:
+        scores: of each passage, in the order given: the mean log-likelihood of the question's tokens, in nats.
+        order: indices of the best passages, best first.
+        lookups: for each passage, whether its keys and values were reused.
+        passage_tokens: tokens of all passages.
+        rows: rows computed: the question's for each passage, and those of passages that the store had not.
+        bytes_loaded: bytes read from the store.
+        seconds: how long it took.
+    """
+
+    scores: tuple[float, ...] = ()
+    order: tuple[int, ...] = ()
+    lookups: tuple[Lookup, ...] = ()
+    passage_tokens: int = 0
+    rows: int = 0
+    bytes_loaded: int = 0
+    seconds: float = 0.0
+
+    @property
+    def relevance(self) -> tuple[float, ...]:
+        """Each passage's score as a number from 0 to 1: the mean likelihood of the question's tokens (geometric)."""
+        return tuple(math.exp(score) for score in self.scores)
+
+    @property
+    def fallback(self) -> str | None:
+        """How many passages were computed in full and why; None if all were found."""
+        return describe_misses(list(self.lookups))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {**asdict(self), "fallback": self.fallback}
+
+
+def question_range(prompt: Prompt) -> tuple[int, int]:
+    """Return the positions behind the passage up to the end of the question, `start <= p < stop`.
+
+    Raises:
+        InvalidSetting: if the question has no text.
+        InvalidTemplate: if the question precedes the passages.
+    """
+    start = max((span.stop for span in prompt.chunks), default=len(prompt.prefix_ids))
+    stops = [span.stop for span in prompt.spans if span.segment.role is Role.QUESTION]
+    if not stops:
+        raise InvalidSetting("a question without text orders no passages", "query")
+    if stops[0] <= start:
+        raise InvalidTemplate("this wording has the question before the passages, which cannot be ordered by it then")
+    return start, stops[0]
+
+
+@torch.inference_mode()
+def rerank_prompts(
+    runner: ModelRunner, prompts: Sequence[Prompt], method: Method, retrieved: Sequence[float] | None, top_k: int | None
+) -> Reranking:
+    """Order the passages of prompts of the same question, each over one passage.
+
+    Every failure to read a passage makes its tokens rows, which are computed.
+
+    Args:
+        runner: the model and the store.
+        prompts: the prompts, at least one.
+        method: under which bases the passages are looked up.
+        retrieved: the retriever's scores, which count as much; None for none.
+        top_k: number of passages in the order; None for all.
+    """
+    started, wait_budget = time.perf_counter(), WaitBudget(runner.load_limit_s)
+    method = Method(method.name, method.base, fallbacks=method.fallbacks)
+    scores, lookups, rows, nbytes = list[float](), list[Lookup](), 0, 0
+    first, stop = question_range(prompts[0])
+    step = max(1, ROWS // (stop - first))
+    try:
+        for start in range(0, len(prompts), step):
+            placed = [place_passages(runner, prompt, method, wait_budget) for prompt in prompts[start : start + step]]
+            scores += question_likelihoods(placed)
+            lookups += [lookup for fused in placed for lookup in fused.lookups if lookup.role == Role.CHUNK]
+            rows += sum(fused.row_layers for fused in placed) // runner.lm.n_layers + len(placed) * (stop - first)
+            nbytes += sum(fused.bytes_loaded for fused in placed)
+    finally:
+        wait_budget.close()
+    combined = standardized(scores)
+    if retrieved is not None:
+        combined += standardized(retrieved)
+    order = combined.argsort(descending=True, stable=True)[:top_k].tolist()
+    tokens = sum(len(span) for prompt in prompts for span in prompt.chunks)
+    seconds = time.perf_counter() - started
+    return Reranking(tuple(scores), tuple(order), tuple(lookups), tokens, rows, nbytes, seconds)
+
+
+def standardized(scores: Sequence[float]) -> Tensor:
+    """Return scores with mean 0 and deviation 1, float64; zeros if all are equal."""
+    found = torch.tensor(scores, dtype=torch.float64)
+    found -= found.mean()
+    return found / found.square().mean().sqrt().clamp_min(1e-12)
+
+
+def place_passages(runner: ModelRunner, prompt: Prompt, method: Method, wait_budget: WaitBudget) -> FusedPrompt:
+    """Place a prompt's stored passages, and compute those that the store has not; no row behind them is computed."""
+    lookups: Lookups | None = None
+    with suppress(TimeoutError):  # nothing is placed then
+        lookups = Lookups(
+            wait_budget.call(lambda: plan_lookups(runner.lm, runner.store, prompt, method, priced=False)), wait_budget
+        )
+    while True:
+        fused = FusedPrompt.empty(runner, prompt, len(prompt))
+        try:
+            fused.load([] if lookups is None else lookups.outcomes(), wait_budget)
+            fused.await_all()
+            break
+        except LateMissError as late:
+            assert lookups is not None
+            lookups.reject(late)
+        finally:
+            fused.stop()
+    absent = (~fused.known[: question_range(prompt)[0]]).nonzero()[:, 0]
+    if len(absent):
+        plan = RowsPlan.of(absent, runner.lm.sliding, device=runner.lm.device)
+        runner.prefills.hidden(fused.ids[plan.rows], plan, fused.await_all(), depth=runner.lm.n_layers)
+        fused.row_layers += len(absent) * runner.lm.n_layers
+    return fused
+
+
+def question_likelihoods(placed: Sequence[FusedPrompt]) -> list[float]:
+    """Return the mean log-likelihood of the question's tokens behind each passage, in nats."""
+    prompt = placed[0].prompt
+    start, stop = question_range(prompt)
+    tokens = next(len(span) for span in prompt.spans if span.segment.role is Role.QUESTION)
+    logits = question_pass(placed, prompt.ids[start:stop], last=tokens + 1)[:, :-1]
+    asked = torch.tensor(prompt.ids[stop - tokens : stop], device=logits.device).expand(len(placed), -1)
+    found: list[float] = logits.log_softmax(-1).gather(2, asked[:, :, None]).mean((1, 2)).tolist()
+    return found
+
+
+def question_pass(
+    placed: Sequence[FusedPrompt], ids: Sequence[int], *, last: int = 0, observers: Sequence[Observer] | None = None
+) -> Tensor:
+    """Compute the same ids behind the passage of each prompt in one pass; see `runtime.forward.forward_batch`."""
+    lm, plans = placed[0].lm, []
+    for index, fused in enumerate(placed):
+        start = question_range(fused.prompt)[0]
+        observe = None if observers is None else observers[index]
+        plans.append(RowsPlan.between(start, start + len(ids), lm.device, lm.sliding, observe))
+    batch = BatchPlan(plans, [fused.await_all() for fused in placed])
+    return forward_batch(lm, torch.tensor(ids, device=lm.device), batch, last=last)

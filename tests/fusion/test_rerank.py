@@ -1,0 +1,105 @@
+"""Reranking: the scores are those of a plain forward over each passage alone, and nothing is read twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, TieredStore, make_method
+from qcfuse_rag.errors import InvalidSetting, InvalidTemplate, PromptTooLong
+from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.key import FRAMED, PRIMED, ChunkKey
+from tests.support import references
+from tests.support.damage import damaged
+from tests.support.passages import PASSAGES, QUESTION
+
+REUSE = make_method("reuse", base=FRAMED)
+
+
+def reference(engine: FusionEngine, text: str) -> float:
+    """The mean log-likelihood of the question, computed slowly."""
+    prompt = engine.prompts.build(QUESTION, [text])
+    asked = engine.prompts.tokens.ids(QUESTION)
+    stop = next(span.stop for span in prompt.spans if span.segment.ids == asked)
+    logits = references.plain_forward(engine.lm, prompt.ids[:stop])[0]
+    chances = logits.log_softmax(-1)[torch.arange(stop - len(asked) - 1, stop - 1), list(asked)]
+    return float(chances.mean())
+
+
+@pytest.mark.parametrize("warmed", [len(PASSAGES), 1, 0], ids=["stored", "one stored", "none stored"])
+def test_scores_are_those_of_a_plain_forward_whatever_is_stored(family: LanguageModel, warmed: int) -> None:
+    engine = FusionEngine(family, MemoryStore(), method=REUSE)
+    engine.warm(PASSAGES[:warmed])
+    found = engine.rerank(QUESTION, PASSAGES)
+    expected = [reference(engine, text) for text in PASSAGES]
+    assert found.scores == pytest.approx(expected, abs=1e-4)
+    assert list(found.order) == sorted(range(len(PASSAGES)), key=lambda index: -expected[index])
+    assert [lookup.hit for lookup in found.lookups] == [index < warmed for index in range(len(PASSAGES))]
+    assert (found.fallback is None) == (warmed == len(PASSAGES))
+    alone = [engine.rerank(QUESTION, [text]).scores[0] for text in PASSAGES]
+    assert found.scores == pytest.approx(alone, abs=1e-4), "passages of a pass do not see each other"
+    assert not engine.rerank(QUESTION, []).scores
+
+
+def test_only_the_questions_rows_are_computed_for_stored_passages(llama: LanguageModel) -> None:
+    engine = FusionEngine(llama, MemoryStore(), method=REUSE)
+    engine.warm(PASSAGES)
+    found = engine.rerank(QUESTION, PASSAGES * 20, top_k=3)
+    assert len(found.order) == 3
+    assert found.rows < found.passage_tokens
+    assert found.rows % (20 * len(PASSAGES)) == 0
+    assert found.bytes_loaded > 0
+
+
+def test_retrieved_scores_count_as_much(llama: LanguageModel) -> None:
+    engine = FusionEngine(llama, MemoryStore(), method=REUSE)
+    engine.warm(PASSAGES)
+    plain = engine.rerank(QUESTION, PASSAGES)
+    worst = plain.order[-1]
+    liked = engine.rerank(QUESTION, PASSAGES, retrieved=[float(index == worst) for index in range(len(PASSAGES))])
+    assert liked.scores == plain.scores
+    assert liked.order.index(worst) < plain.order.index(worst)
+    assert engine.rerank(QUESTION, PASSAGES, retrieved=[0.5] * len(PASSAGES)).order == plain.order
+
+
+def test_an_answer_reads_nothing_again_that_reranking_read(llama: LanguageModel, tmp_path: Path) -> None:
+    auto = make_method("auto", guard=False, exact_first=False)
+    with DiskStore(tmp_path) as disk:
+        FusionEngine(llama, disk, method=auto).warm(PASSAGES, bases=(FRAMED, PRIMED))
+    far = DiskStore(tmp_path)
+    with TieredStore(MemoryStore(), far) as tiered:
+        engine = FusionEngine(llama, tiered, method=auto)
+        best = [PASSAGES[index] for index in engine.rerank(QUESTION, PASSAGES, top_k=2).order]
+        read = far.stats()[0].hits
+        assert read >= len(PASSAGES)
+        report = engine.prefill(engine.prompt(QUESTION, best)).report
+        assert all(lookup.hit for lookup in report.lookups)
+        assert far.stats()[0].hits == read
+
+
+def test_damaged_caches_are_computed_anew(llama: LanguageModel) -> None:
+    class Broken(MemoryStore):
+        def get(self, key: ChunkKey) -> ChunkKV | Miss:
+            found = super().get(key)
+            return damaged(found, "value.1") if isinstance(found, ChunkKV) and key.base == FRAMED.name else found
+
+    engine = FusionEngine(llama, Broken(), method=REUSE)
+    engine.warm(PASSAGES)
+    found = engine.rerank(QUESTION, PASSAGES)
+    assert found.scores == pytest.approx([reference(engine, text) for text in PASSAGES], abs=1e-4)
+    assert not any(lookup.hit for lookup in found.lookups)
+    assert "passages computed in full" in str(found.fallback)
+
+
+def test_what_cannot_be_ordered_is_refused(llama: LanguageModel) -> None:
+    engine = FusionEngine(llama, MemoryStore(), method=REUSE)
+    with pytest.raises(InvalidSetting, match="question without text"):
+        engine.rerank("", PASSAGES)
+    with pytest.raises(PromptTooLong):
+        engine.rerank(QUESTION, [PASSAGES[0], PASSAGES[0] * 100])
+    wording = PromptTemplate(messages=(("user", "{question} {context} Answer:"),))
+    with pytest.raises(InvalidTemplate, match="before the passages"):
+        FusionEngine(llama, MemoryStore(), template=wording, method=REUSE).rerank(QUESTION, PASSAGES)
