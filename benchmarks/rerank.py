@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import numpy as np
@@ -27,12 +28,13 @@ from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import nearest
 from qcfuse_rag.methods.reuse import reuse
 from qcfuse_rag.models.fingerprint import digest
+from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
-from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
-from qcfuse_rag.store.key import FRAMED, PRIMED, Base
 from qcfuse_rag.store.factory import DEFAULT_KV_DTYPE
+from qcfuse_rag.store.key import FRAMED, PRIMED, Base
 
 NEUTRAL = "N/A"
 BASES = {base.name: base for base in (FRAMED, PRIMED)}
@@ -63,16 +65,14 @@ def measure(options: Options, run: Run) -> None:
         conditions = {**machine_conditions(engine.lm), "datasets": sources, "candidates": options.candidates}
         run.begin(about_model(engine.lm), conditions)
         embed = Embedder(default_embedder())
-        asked = {
-            name: list(candidates(embed, options, name, whole_set=name in pooled)) for name in names
-        }
-        turns = [(name, examples[turn]) for turn in range(options.size) for name, examples in asked.items() if turn < len(examples)]
-        for done, (name, example) in enumerate(turns, 1):
-            key = ("question", name, example.id)
+        asked = [candidates(embed, options, name, whole_set=name in pooled) for name in names]
+        turns = zip_longest(*asked)  # a question of each dataset in turn, so that a stopped run has some of each
+        for done, example in enumerate(filter(None, chain.from_iterable(turns)), 1):
+            key = ("question", example.dataset, example.id)
             if key not in run.records:
                 engine.warm(example.passages, bases=bases)
                 run.add(key, score(engine, embed, example, bases))
-            run.progress(done, len(turns))
+            run.progress(done, options.size * len(names))
 
 
 def candidates(embed: Embedder, options: Options, name: str, *, whole_set: bool) -> Iterator[Example]:
@@ -92,7 +92,11 @@ def candidates(embed: Embedder, options: Options, name: str, *, whole_set: bool)
 def score(engine: FusionEngine, embed: Embedder, example: Example, bases: Sequence[Base]) -> Record:
     """Return all scores of an example's passages."""
     vectors = embed([example.question, *example.passages])
-    record: Record = {"gold": int(example.answers[0]), "supporting": example.supporting, "retriever": rounded(vectors[1:] @ vectors[0])}
+    record: Record = {
+        "gold": int(example.answers[0]),
+        "supporting": example.supporting,
+        "retriever": rounded(vectors[1:] @ vectors[0]),
+    }
     for base in bases:
         record[f"single_{base.name}"] = alone(engine, example, base)
         record[f"joint_{base.name}"] = together(engine, example, base)
@@ -104,7 +108,8 @@ def alone(engine: FusionEngine, example: Example, base: Base) -> Record:
     budget, method = WaitBudget(None), reuse(base)
     prompts = [engine.prompt(example.question, [text]) for text in example.passages]
     start, stop = question_range(prompts[0])
-    ids, tokens = prompts[0].ids[start:stop], len(next(s for s in prompts[0].spans if s.segment.text == example.question))
+    ids = prompts[0].ids[start:stop]
+    tokens = next(len(span) for span in prompts[0].spans if span.segment.role is Role.QUESTION)
     neutral = engine.prompt(NEUTRAL, [example.passages[0]])
     neutral_start, neutral_stop = question_range(neutral)
     neutral_ids = neutral.ids[neutral_start:neutral_stop]
@@ -173,6 +178,70 @@ def rounded(values: Any) -> list[float]:
     return [float(f"{value:.5g}") for value in values.tolist()]
 
 
+SCORES: Mapping[str, Callable[[Record], NDArray[np.float64]]] = {
+    "likelihood": lambda found: np.array(found["likelihood"]),
+    "attention": lambda found: upper(found["attention"]) - upper(found["neutral"]),
+}
+
+
+def upper(by_layer: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """Return the sum over the upper two thirds of the layers, of each passage."""
+    values = np.array(by_layer)
+    return values[:, values.shape[1] // 3 :].sum(1)
+
+
+def standardized(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return scores with mean 0 and deviation 1."""
+    return (scores - scores.mean()) / max(float(scores.std()), 1e-12)
+
+
+def orders(record: Record) -> dict[str, NDArray[np.float64]]:
+    """Return the scores of a question's passages, by what orders them."""
+    retriever = np.array(record["retriever"], np.float64)
+    found = {"MiniLM": retriever}
+    for name, side in record.items():
+        for score, of in SCORES.items() if isinstance(side, dict) else ():
+            if score in side:
+                way, base = name.split("_")
+                label = f"{score}, {base}, {'each alone' if way == 'single' else 'all in one prompt'}"
+                found[label] = of(side)
+                found[f"{label} + MiniLM"] = standardized(of(side)) + standardized(retriever)
+    return found
+
+
+def quality(scores: NDArray[np.float64], supporting: Sequence[int], gold: int) -> dict[str, float]:
+    """Return recall at the number of gold passages and at 4, the reciprocal rank of the first, and NDCG at 10."""
+    order = np.argsort(-scores, kind="stable").tolist()
+    ranks = sorted(order.index(index) for index in supporting)
+    ideal = sum(1 / math.log2(rank + 2) for rank in range(min(gold, 10)))
+    return {
+        "recall": sum(rank < gold for rank in ranks) / gold,
+        "recall@4": sum(rank < 4 for rank in ranks) / gold,
+        "MRR": 1 / (ranks[0] + 1) if ranks else 0.0,
+        "NDCG@10": sum(1 / math.log2(rank + 2) for rank in ranks if rank < 10) / ideal,
+    }
+
+
 def report(run: Run) -> Report:
-    """Return nothing yet."""
-    return Report({"n": len(run.records)}, [])
+    """Return a table for each dataset: what orders the passages, how well, and the difference to MiniLM."""
+    by_dataset: dict[str, list[Record]] = {}
+    for (dataset, _), record in run.of("question"):
+        by_dataset.setdefault(str(dataset), []).append(record)
+    tables, summary = [], {}
+    for dataset, records in by_dataset.items():
+        found: dict[str, list[dict[str, float]]] = {}
+        for record in records:
+            for name, scores in orders(record).items():
+                found.setdefault(name, []).append(quality(scores, record["supporting"], record["gold"]))
+        rows = []
+        for name, values in found.items():
+            line = [name, *(f"{fmean(value[score] for value in values):.3f}" for score in values[0])]
+            for score in ("recall", "NDCG@10"):
+                pairs = zip(values, found["MiniLM"], strict=True)
+                difference = mean_interval([one[score] - other[score] for one, other in pairs])
+                line.append("-" if name == "MiniLM" else format_interval(difference))
+            rows.append(line)
+        summary[dataset] = found
+        columns = ["order by", *found["MiniLM"][0], "recall - MiniLM", "NDCG@10 - MiniLM"]
+        tables.append(Table(f"{dataset}: {len(records)} questions", columns, rows))
+    return Report({"qualities": summary}, tables)

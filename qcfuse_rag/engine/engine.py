@@ -371,7 +371,7 @@ class FusionEngine:
         passages: Sequence[str],
         top_k: int | None = None,
         *,
-        retrieved: Sequence[float] | None = None,
+        retrieved: Sequence[float | None] | None = None,
         method: Method | None = None,
     ) -> Reranking:
         """Order passages by the likelihood of a question behind each of them; see `fusion.rerank`.
@@ -383,7 +383,8 @@ class FusionEngine:
             question: the question.
             passages: the passages, exactly as they were warmed.
             top_k: number of passages in the order; None for all.
-            retrieved: the retriever's scores of the passages, which count as much; None for none.
+            retrieved: the retriever's scores of the passages, which count as much; if one is None, the order of the
+                passages counts instead. None for neither.
             method: whose caches to read; the engine's own by default.
 
         Raises:

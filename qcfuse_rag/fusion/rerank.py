@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,27 +37,34 @@ class Reranking:
     """Passages in the order of their scores.
 
     Attributes:
-        scores: of each passage, in the order given: the mean log-likelihood of the question's tokens, in nats.
+        likelihoods: of each passage, in the order given: the mean log-likelihood of the question's tokens, in nats.
+        scores: what orders them: the likelihoods, or their sum with the retriever's scores, both standardised.
         order: indices of the best passages, best first.
         lookups: for each passage, whether its keys and values were reused.
-        passage_tokens: tokens of all passages.
+        prompt_tokens: tokens of all passages, each with the system prefix and the question.
         rows: rows computed: the question's for each passage, and those of passages that the store had not.
         bytes_loaded: bytes read from the store.
         seconds: how long it took.
     """
 
+    likelihoods: tuple[float, ...] = ()
     scores: tuple[float, ...] = ()
     order: tuple[int, ...] = ()
     lookups: tuple[Lookup, ...] = ()
-    passage_tokens: int = 0
+    prompt_tokens: int = 0
     rows: int = 0
     bytes_loaded: int = 0
     seconds: float = 0.0
 
     @property
     def relevance(self) -> tuple[float, ...]:
-        """Each passage's score as a number from 0 to 1: the mean likelihood of the question's tokens (geometric)."""
-        return tuple(math.exp(score) for score in self.scores)
+        """The likelihood behind each passage as a number from 0 to 1: the geometric mean over the question's tokens."""
+        return tuple(map(math.exp, self.likelihoods))
+
+    @property
+    def reused(self) -> int:
+        """Number of passages whose keys and values were reused."""
+        return sum(lookup.hit for lookup in self.lookups)
 
     @property
     def fallback(self) -> str | None:
@@ -65,8 +72,9 @@ class Reranking:
         return describe_misses(list(self.lookups))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return {**asdict(self), "fallback": self.fallback}
+        """Return the counts as plain data for JSON, without reasons."""
+        counts = {name: getattr(self, name) for name in ("reused", "prompt_tokens", "rows", "bytes_loaded", "seconds")}
+        return {"passages": len(self.scores), **counts}
 
 
 def question_range(prompt: Prompt) -> tuple[int, int]:
@@ -87,7 +95,11 @@ def question_range(prompt: Prompt) -> tuple[int, int]:
 
 @torch.inference_mode()
 def rerank_prompts(
-    runner: ModelRunner, prompts: Sequence[Prompt], method: Method, retrieved: Sequence[float] | None, top_k: int | None
+    runner: ModelRunner,
+    prompts: Sequence[Prompt],
+    method: Method,
+    retrieved: Sequence[float | None] | None,
+    top_k: int | None,
 ) -> Reranking:
     """Order the passages of prompts of the same question, each over one passage.
 
@@ -97,30 +109,31 @@ def rerank_prompts(
         runner: the model and the store.
         prompts: the prompts, at least one.
         method: under which bases the passages are looked up.
-        retrieved: the retriever's scores, which count as much; None for none.
+        retrieved: see `FusionEngine.rerank`.
         top_k: number of passages in the order; None for all.
     """
     started, wait_budget = time.perf_counter(), WaitBudget(runner.load_limit_s)
     method = Method(method.name, method.base, fallbacks=method.fallbacks)
-    scores, lookups, rows, nbytes = list[float](), list[Lookup](), 0, 0
+    likelihoods, lookups, rows, nbytes = list[float](), list[Lookup](), 0, 0
     first, stop = question_range(prompts[0])
     step = max(1, ROWS // (stop - first))
     try:
         for start in range(0, len(prompts), step):
             placed = [place_passages(runner, prompt, method, wait_budget) for prompt in prompts[start : start + step]]
-            scores += question_likelihoods(placed)
+            likelihoods += question_likelihoods(placed)
             lookups += [lookup for fused in placed for lookup in fused.lookups if lookup.role == Role.CHUNK]
             rows += sum(fused.row_layers for fused in placed) // runner.lm.n_layers + len(placed) * (stop - first)
             nbytes += sum(fused.bytes_loaded for fused in placed)
     finally:
         wait_budget.close()
-    combined = standardized(scores)
+    scores = likelihoods
     if retrieved is not None:
-        combined += standardized(retrieved)
-    order = combined.argsort(descending=True, stable=True)[:top_k].tolist()
-    tokens = sum(len(span) for prompt in prompts for span in prompt.chunks)
+        known = [float(-rank) if None in retrieved else float(score or 0) for rank, score in enumerate(retrieved)]
+        scores = (standardized(likelihoods) + standardized(known)).tolist()
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_k]
+    tokens = sum(question_range(prompt)[1] for prompt in prompts)
     seconds = time.perf_counter() - started
-    return Reranking(tuple(scores), tuple(order), tuple(lookups), tokens, rows, nbytes, seconds)
+    return Reranking(tuple(likelihoods), tuple(scores), tuple(order), tuple(lookups), tokens, rows, nbytes, seconds)
 
 
 def standardized(scores: Sequence[float]) -> Tensor:
