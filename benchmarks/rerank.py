@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
@@ -16,13 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typer import Option
 
-from benchmarks.options import ModelOptions
+from benchmarks.configurations import split_names
+from benchmarks.options import ModelOptions, counts
 from benchmarks.questions import Example, read_dataset
 from benchmarks.runner import Record, Report, Run, Table, about_model, machine_conditions
 from benchmarks.scoring import format_interval, mean_interval
-from qcfuse_rag.bundled import default_embedder
+from qcfuse_rag.bundled import default_embedder, paragraphs, questions
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.fusion.rerank import place_passages, question_pass, question_range
+from qcfuse_rag.fusion.rerank import ROWS, place_passages, question_pass, question_range
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import nearest
@@ -34,36 +36,40 @@ from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.store.factory import DEFAULT_KV_DTYPE
-from qcfuse_rag.store.key import FRAMED, PRIMED, Base
+from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, Base
 
 NEUTRAL = "N/A"
 BASES = {base.name: base for base in (FRAMED, PRIMED)}
-ROWS = 256
-"""Most rows of a pass."""
+TIMED_TOKENS = 150
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ModelOptions):
     """Options of the measurement."""
 
-    dataset: Annotated[list[str], Option(help="Files DATASET.jsonl in --data-dir, whose questions have `supporting`.")]
+    dataset: Annotated[
+        str, Option(help="Files DATASET.jsonl in --data-dir, whose questions have `supporting`; with commas.")
+    ] = ""
     data_dir: Annotated[Path, Option(help="Folder of the datasets, see `quality --help`.")] = Path(".")
     pooled: Annotated[str, Option(help="Datasets whose candidates are those nearest in the whole set.")] = ""
-    candidates: Annotated[int, Option(min=1, help="Nearest passages of a pooled dataset.")] = 50
+    candidates: Annotated[int, Option(min=1, help="Passages to order: those nearest to a question.")] = 50
     first: Annotated[int, Option(min=0, help="First question of each dataset.")] = 0
     size: Annotated[int, Option(min=1, help="Questions of each dataset.")] = 50
     bases: Annotated[str, Option(help="Stored caches, with commas: framed, which are exact, primed.")] = "framed,primed"
-    timed: Annotated[str, Option(help="Numbers of passages to time, with commas.")] = ""
+    timed: Annotated[str, Option(help="Numbers of passages to time, with commas; each has some 150 tokens.")] = ""
 
 
 def measure(options: Options, run: Run) -> None:
     """Score the candidates of every question."""
-    names = [name for given in options.dataset for name in given.split(",")]
+    names = split_names(options.dataset)
     pooled, bases = options.pooled.split(","), [BASES[base] for base in options.bases.split(",")]
     with MemoryStore(UNLIMITED, kv_dtype=DEFAULT_KV_DTYPE) as store, options.load_engine(store) as engine:
         sources = {name: digest((options.data_dir / f"{name}.jsonl").read_bytes()) for name in names}
         conditions = {**machine_conditions(engine.lm), "datasets": sources, "candidates": options.candidates}
         run.begin(about_model(engine.lm), conditions)
+        for count in counts(options.timed):
+            if ("time", count) not in run.records:
+                run.add(("time", count), timed(engine, count))
         embed = Embedder(default_embedder())
         asked = [candidates(embed, options, name, whole_set=name in pooled) for name in names]
         turns = zip_longest(*asked)  # a question of each dataset in turn, so that a stopped run has some of each
@@ -73,6 +79,28 @@ def measure(options: Options, run: Run) -> None:
                 engine.warm(example.passages, bases=bases)
                 run.add(key, score(engine, embed, example, bases))
             run.progress(done, options.size * len(names))
+
+
+def timed(engine: FusionEngine, count: int) -> Record:
+    """Return the processor's seconds and the bytes of reranking `count` passages, stored and read anew."""
+    question, text = questions()[0].question, ""
+    for part in paragraphs():
+        text = text if len(engine.prompts.chunk_ids(text)) >= TIMED_TOKENS else f"{text}\n{part}".strip()
+    ids = engine.prompts.chunk_ids(text)[:TIMED_TOKENS]
+    passage = engine.lm.tokenizer.decode(ids).strip()
+    engine.warm([passage], bases=(PRIMED,))
+    record: Record = {"tokens": len(engine.prompts.chunk_ids(passage))}
+    for name, base in (("stored", PRIMED), ("anew", BLIND)):  # the system prefix is stored in both cases
+        engine.rerank(question, [passage], method=reuse(base))
+        began, began_cpu = time.perf_counter(), time.process_time()
+        found = engine.rerank(question, [passage] * count, method=reuse(base))
+        record[name] = {
+            "cpu_s": time.process_time() - began_cpu,
+            "s": time.perf_counter() - began,
+            "rows": found.rows,
+            "bytes": found.bytes_loaded,
+        }
+    return record
 
 
 def candidates(embed: Embedder, options: Options, name: str, *, whole_set: bool) -> Iterator[Example]:
@@ -228,6 +256,20 @@ def report(run: Run) -> Report:
     for (dataset, _), record in run.of("question"):
         by_dataset.setdefault(str(dataset), []).append(record)
     tables, summary = [], {}
+    if times := run.of("time"):
+        rows = []
+        for (count,), record in times:
+            stored, anew = record["stored"], record["anew"]
+            share = stored["cpu_s"] / anew["cpu_s"]
+            figures = [
+                f"{stored['cpu_s']:.2f} s",
+                f"{anew['cpu_s']:.2f} s",
+                f"{share:.2f}",
+                f"{stored['bytes'] / 1e6:.3g} MB",
+            ]
+            rows.append([str(count), str(record["tokens"]), *figures])
+        columns = ["passages", "tokens each", "stored", "anew", "share", "loaded"]
+        tables.append(Table("processor's time of reranking", columns, rows))
     for dataset, records in by_dataset.items():
         found: dict[str, list[dict[str, float]]] = {}
         for record in records:
