@@ -59,7 +59,7 @@ READERS: dict[Callable[[str], object], tuple[str, ...]] = {
     parse_calls: (f"{SPACES}x", f"```json{SPACES}x", repeated("```json "), repeated("<tool_call>")),
     parse_many_calls: (repeated('{"name":"x"},', 100_000),),
     title: (f"# a{SPACES}x", f"#{SPACES}", repeated("# a #\t"), repeated("# a\n"), "#" * MEGABYTE),
-    delimited: tuple(map(repeated, ("<source ", "<![CDATA[", "[CONTEXT 1]:\n", "]]>", "</source>"))),
+    delimited: tuple(map(repeated, ("<source ", "<![CDATA[", "[CONTEXT 1]:\n", "\n[END CONTEXT ", "]]>", "</source>"))),
     PIECES.findall: (repeated("\\n "), "a" * MEGABYTE, repeated("\\")),
     marker_number: (repeated("[[qcfuse:1"), f"[[qcfuse:{'1' * MEGABYTE}", "[" * MEGABYTE),
     DEEP_MARKDOWN.search: (repeated("> "), repeated("1"), SPACES, repeated("\n "), repeated("- - x\n")),

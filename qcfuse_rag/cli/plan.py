@@ -22,6 +22,7 @@ from qcfuse_rag.runtime.device import fastest_s
 
 HERE = "here"
 REACHED = 0.5  # share of a data sheet's rates that a program is assumed to reach
+QUESTION_TOKENS = 64  # of the question and the template
 BYTES_PER_NUMBER = {"model": 2.0, "int8": 1.0, "fp8": 1.0}  # bytes of a stored number; scales add some percent
 
 
@@ -103,29 +104,16 @@ class Sizing:
     rates: Rates
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusPlan:
-    """A corpus of passages, and the requests over it."""
-
-    nodes: int
-    tokens: int  # of a passage
-    retrieved: int = 10  # passages of a request
-    question_tokens: int = 64  # the question and the template
-    ratio: float = 0.15  # share of the passages' tokens that is recomputed
-    number_bytes: float = 2.0  # see `BYTES_PER_NUMBER`
-    caches: int = 2  # of a passage; the default method keeps two and reads one of them
-
-
-def size_up(shape: ModelShape, rates: Rates, plan: CorpusPlan) -> Sizing:
+def size_up(shape: ModelShape, rates: Rates, plan: PlanOptions, *, question_tokens: int = QUESTION_TOKENS) -> Sizing:
     """Estimate what a corpus takes."""
-    token_bytes = shape.kv * plan.number_bytes
+    token_bytes = shape.kv * BYTES_PER_NUMBER[plan.kv_dtype]
     passage_tokens = plan.retrieved * plan.tokens
-    context = passage_tokens + plan.question_tokens
+    context = passage_tokens + question_tokens
     logits = 2 * shape.logit_weights
     full_s = (shape.operations(context, context / 2) + logits) / rates.flops
     # Recomputed rows are spread over the prompt; the rows of the question see all of it.
     recomputed = shape.operations(plan.ratio * passage_tokens, context / 2)
-    compute_s = (recomputed + shape.operations(plan.question_tokens, context) + logits) / rates.flops
+    compute_s = (recomputed + shape.operations(question_tokens, context) + logits) / rates.flops
     warm_node_s = plan.caches * shape.operations(plan.tokens, plan.tokens / 2) / rates.flops
     saved_s = (full_s - compute_s) / plan.retrieved
     tiers = {}
@@ -228,15 +216,7 @@ def plan_corpus(options: PlanOptions, *, as_json: bool) -> None:
             rates = rates_here()
     else:
         rates = rates_of(options.gpu, reached=options.reached)
-    plan = CorpusPlan(
-        nodes=options.nodes,
-        tokens=options.tokens,
-        retrieved=options.retrieved,
-        ratio=options.ratio,
-        number_bytes=BYTES_PER_NUMBER[options.kv_dtype],
-        caches=options.caches,
-    )
-    sizing = size_up(shape, rates, plan)
+    sizing = size_up(shape, rates, options)
     if as_json:
         print_json(asdict(sizing))
     else:

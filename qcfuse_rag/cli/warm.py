@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, print_note, progress_bar, size, status
 from qcfuse_rag.cli.library import open_engine, with_settings
-from qcfuse_rag.cli.options import WORDING, CorpusOptions, JobOptions, PrefixOptions, json_object
+from qcfuse_rag.cli.options import WORDING, CorpusOptions, JobOptions, PrefixOptions
 from qcfuse_rag.cluster.workers import RayWorkers, embed_on_ray, read_on_ray
 from qcfuse_rag.declared_options import declared_options
 from qcfuse_rag.engine.config import EngineConfig
@@ -150,11 +150,9 @@ def resume_warming(library: Path, named: Mapping[str, str | None], *, as_json: b
             if given is None and arguments[name] is not None:
                 raise QCFuseError(f"the last job had --{name} {arguments[name]}; if you trust that, name it here too")
         arguments |= named
-        if isinstance(wording := arguments.get("chat_template_kwargs"), str):  # of an older record
-            arguments["chat_template_kwargs"] = json_object(wording)
         arguments["paths"] = [Path(path) for path in arguments["paths"]]
         corpus = CorpusOptions(**{name: arguments.pop(name) for name in declared_options(CorpusOptions)})
-        config = EngineConfig(**{name: arguments.pop(name) for name in CONFIG_NAMES if name in arguments})
+        config = EngineConfig(**{name: arguments.pop(name) for name in CONFIG_NAMES})
         job = JobOptions(**arguments)
     except (TypeError, KeyError, ValueError) as error:
         raise QCFuseError(

@@ -10,7 +10,7 @@ from qcfuse_rag.generation.decoding import FINISH_REASONS
 from qcfuse_rag.generation.response_format import Delta, ReasoningFormat, ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, can_call_tools
-from qcfuse_rag.integrations.engine_settings import EngineSettings
+from qcfuse_rag.integrations.engine_settings import EngineSettings, response_format_of
 from qcfuse_rag.integrations.passages import Passage, warm_passages
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "ResponseFormat",
     "ResponseReader",
     "can_call_tools",
+    "response_format_of",
     "warm_passages",
     "warn_caller",
     "warn_not_stored",

@@ -10,8 +10,9 @@ from pydantic import Field, create_model
 from qcfuse_rag.declared_options import pydantic_fields
 from qcfuse_rag.engine.config import LOAD_SETTINGS, EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.scheduler import EngineHandle
+from qcfuse_rag.engine.scheduler import EngineHandle, RequestHandle
 from qcfuse_rag.errors import MisplacedSetting
+from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS, SamplingParams
 
 DeclaredSettings: Any = create_model(
@@ -19,6 +20,12 @@ DeclaredSettings: Any = create_model(
     **pydantic_fields(EngineConfig, LOAD_SETTINGS),
     **pydantic_fields(SamplingParams, SAMPLING_SETTINGS),
 )
+
+
+def response_format_of(call: Mapping[str, Any]) -> ResponseFormat:
+    """Return the response format that the keyword arguments of a call ask for."""
+    several_calls = call.get("parallel_tool_calls") is not False
+    return ResponseFormat(call.get("tools") or (), call.get("tool_choice"), call.get("response_format"), several_calls)
 
 
 class EngineSettings(DeclaredSettings):  # type: ignore[misc] # a class that pydantic makes has no type
@@ -120,6 +127,9 @@ class EngineSettings(DeclaredSettings):  # type: ignore[misc] # a class that pyd
         if count or (wanted is None and self.top_logprobs):
             raise ValueError("top_logprobs needs logprobs=True")
         return None
+
+    def _reader(self, answer: RequestHandle, call: Mapping[str, Any]) -> ResponseReader:
+        return ResponseReader(self.engine.lm.tokenizer, response_format_of(call), answer.prompt)
 
     def _config(self) -> EngineConfig:
         return EngineConfig(model=getattr(self, self.MODEL), **{name: getattr(self, name) for name in LOAD_SETTINGS})

@@ -27,7 +27,7 @@ from qcfuse_rag.models.fingerprint import digest
 METADATA = "about.json"
 """Names the embedding model, and the token in the names of the other two files."""
 PART = r"(\.([0-9a-f]+\.)?part)?"
-DATA_FILE = re.compile(rf"(passages(-[0-9a-f]+)?\.jsonl|embeddings(-[0-9a-f]+)?\.npy){PART}")
+DATA_FILE = re.compile(rf"(passages-[0-9a-f]+\.jsonl|embeddings-[0-9a-f]+\.npy){PART}")
 """Name of a file of passages or embeddings, in use or not."""
 LOG_NAME = "retrievals.jsonl"
 INDEX_FILE = re.compile(rf"{DATA_FILE.pattern}|({re.escape(METADATA)}|{re.escape(LOG_NAME)}){PART}")
@@ -187,26 +187,25 @@ def embedder_source(name: str) -> str:
     return default_embedder() if name == DEFAULT_EMBEDDER else name
 
 
-def _data_files(folder: Path, token: str | None) -> tuple[Path, Path]:
-    """Return the paths of passages and embeddings; indices of earlier versions have no token."""
-    if token and not re.fullmatch("[0-9a-f]+", token):
+def _data_files(folder: Path, token: str) -> tuple[Path, Path]:
+    """Return the paths of passages and embeddings."""
+    if not re.fullmatch("[0-9a-f]+", token):
         raise ValueError(f"{METADATA} names other files than its own")
-    suffix = f"-{token}" if token else ""
-    return folder / f"passages{suffix}.jsonl", folder / f"embeddings{suffix}.npy"
+    return folder / f"passages-{token}.jsonl", folder / f"embeddings-{token}.npy"
 
 
 def _read(folder: Path) -> tuple[bytes, list[IndexedPassage], NDArray[np.float32]]:
     """Return metadata, passages and embeddings of the index in a folder."""
     metadata = (folder / METADATA).read_bytes()
-    passages, embeddings = _data_files(folder, json.loads(metadata).get("files"))
+    passages, embeddings = _data_files(folder, json.loads(metadata)["files"])
     lines = passages.read_text("utf-8").splitlines()
     return metadata, [IndexedPassage(**json.loads(line)) for line in lines], np.load(embeddings, allow_pickle=False)
 
 
 def _remove_unused(folder: Path) -> None:
     """Remove the passages and embeddings that the folder's index does not consist of."""
-    with suppress(OSError, ValueError):
-        used = _data_files(folder, json.loads((folder / METADATA).read_text("utf-8")).get("files"))
+    with suppress(OSError, ValueError, KeyError):
+        used = _data_files(folder, json.loads((folder / METADATA).read_text("utf-8"))["files"])
         for path in folder.iterdir():
             if DATA_FILE.fullmatch(path.name) and path not in used:
                 path.unlink()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,9 @@ class LibrarySettings:
         path = library / SETTINGS_NAME
         try:
             saved = json.loads(path.read_text())
-            wording = saved.pop("template")
-            known = {field.name for field in fields(cls)}
-            return cls(
-                folder=library,
-                template=PromptTemplate(
-                    tuple((role, text) for role, text in wording["messages"]),
-                    wording["chunk"],
-                    wording.get("chat_template_kwargs", {}),  # older libraries have none
-                ),
-                bases=tuple(saved.pop("bases")),
-                **{name: value for name, value in saved.items() if name in known},
-            )
+            messages = tuple((role, text) for role, text in saved["template"]["messages"])
+            template = PromptTemplate(**{**saved["template"], "messages": messages})
+            return cls(**{**saved, "folder": library, "bases": tuple(saved["bases"]), "template": template})
         except FileNotFoundError:
             return cls(folder=library)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, QCFuseError) as error:
@@ -74,7 +65,7 @@ class LibrarySettings:
 
     def save(self) -> None:
         """Write the settings; a library that cannot be written keeps those that it has."""
-        data = {**asdict(self), "template": self.template and asdict(self.template)}
+        data = asdict(self)
         del data["folder"]
         with suppress(OSError):
             write_atomically(self.folder / SETTINGS_NAME, json.dumps(data, indent=2))

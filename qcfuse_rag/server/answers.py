@@ -41,16 +41,11 @@ HEADERS_S = 1.0
 """Most seconds until a stream's headers are sent; a request that is refused by then has another status than 200."""
 
 
-def answer_routes(backend: Backend, bodies: JsonBodies, max_documents: int) -> list[Route]:
+def answer_routes(backend: Backend, bodies: JsonBodies) -> list[Route]:
     """Return the two routes."""
 
     async def chat(request: Request) -> Response:
-        chat_request = await bodies.read(request, ChatRequest)
-        count = len(chat_request.given_documents or ())
-        if count > max_documents:
-            message = f"{count} documents, and at most {max_documents} are allowed"
-            return error_response(Failure(400, message, "array_above_max_length", "documents"))
-        return await respond(request, chat_request, ChatFormat())
+        return await respond(request, await bodies.read(request, ChatRequest), ChatFormat())
 
     async def complete(request: Request) -> Response:
         return await respond(request, await bodies.read(request, CompletionRequest), CompletionFormat())

@@ -57,7 +57,7 @@ def make_app(
         origins: web pages that may ask from a browser (CORS), as scheme, host and port.
         on_shutdown: called after the last request.
     """
-    limits, bodies = limits or RequestLimits(), JsonBodies()
+    bodies = JsonBodies()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -69,8 +69,8 @@ def make_app(
 
     routes = [
         *_model_routes(backend),
-        *document_routes(library, bodies, limits.documents),
-        *answer_routes(backend, bodies, limits.documents),
+        *document_routes(library, bodies),
+        *answer_routes(backend, bodies),
         embedding_route(library, bodies),
         *([] if metrics is None else [_metrics_route(metrics)]),
         *(playground_routes() if playground else []),
@@ -80,7 +80,7 @@ def make_app(
         middleware=[
             # Outside of the other one, because browsers ask without the token whether they may send it.
             *([Middleware(CORSMiddleware, allow_origins=origins, **CORS)] if origins else []),
-            Middleware(AuthMiddleware, token=token, limits=limits, hosts=hosts),
+            Middleware(AuthMiddleware, token=token, limits=limits or RequestLimits(), hosts=hosts),
         ],
         exception_handlers={
             HTTPException: _refused,

@@ -35,13 +35,11 @@ class RequestLimits:
 
     Attributes:
         body_bytes: of one body.
-        documents: of one request.
         body_s: seconds until a body has arrived.
         all_bodies_bytes: of the bodies of all requests that are read, waiting or answered; a further one gets 429.
     """
 
     body_bytes: int = 8 << 20
-    documents: int = 256
     body_s: float = 60.0
     all_bodies_bytes: int = 64 << 20
 

@@ -18,12 +18,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from qcfuse_rag.errors import Busy, QCFuseError, StoreError
+from qcfuse_rag.errors import Busy, InvalidSetting, QCFuseError
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.server.bodies import CLIENT_CLOSED, JsonBodies, error_response, wait_while_connected
 from qcfuse_rag.server.event_response import event_response
 from qcfuse_rag.server.protocol.failures import Failure, failure_of
-from qcfuse_rag.server.protocol.generation_request import FailFastList
+from qcfuse_rag.server.protocol.generation_request import MAX_DOCUMENTS, FailFastList, refuse_more
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class AddRequest(BaseModel):
     stream: bool | None = None
 
 
-def document_routes(library: ServedLibrary | None, bodies: JsonBodies, max_documents: int) -> list[Route]:
+def document_routes(library: ServedLibrary | None, bodies: JsonBodies) -> list[Route]:
     """Return the routes: clients may list a library's documents, and change them if it is editable."""
     jobs = Jobs()
 
@@ -67,13 +67,10 @@ def document_routes(library: ServedLibrary | None, bodies: JsonBodies, max_docum
     async def add(request: Request) -> Response:
         changed = editable()
         body = await bodies.read(request, AddRequest)
-        if len(body.documents) > max_documents:
-            message = f"{len(body.documents)} documents, and at most {max_documents} are allowed"
-            return error_response(Failure(400, message, "array_above_max_length", "documents"))
+        refuse_more(MAX_DOCUMENTS, body.documents, "documents")
         [(name, count)] = Counter(document.source for document in body.documents).most_common(1)
         if count > 1:
-            message = f"{count} documents are named {name!r}; each needs a name of its own"
-            return error_response(Failure(400, message, "invalid_value", "documents"))
+            raise InvalidSetting(f"{count} documents are named {name!r}; each needs a name of its own", "documents")
         documents = {document.source: document.text for document in body.documents}
         steps: asyncio.Queue[dict[str, int]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -81,17 +78,17 @@ def document_routes(library: ServedLibrary | None, bodies: JsonBodies, max_docum
         def note(done: int, total: int) -> None:
             loop.call_soon_threadsafe(steps.put_nowait, {"done": done, "total": total})
 
-        job = Job(jobs, partial(changed.add, documents, note))
+        job = asyncio.ensure_future(jobs.run(partial(changed.add, documents, note)))
         if body.stream:
             return event_response(progress_stream(job, steps))
         try:
-            if not await wait_while_connected(job.result, request):
+            if not await wait_while_connected(job, request):
                 return Response(status_code=CLIENT_CLOSED)
-            return JSONResponse(job.result.result())
+            return JSONResponse(job.result())
         except QCFuseError as error:
             return error_response(job_failure(error))
         finally:
-            job.drop()
+            job.cancel()
 
     async def forget(request: Request) -> Response:
         source = request.path_params["source"]
@@ -111,10 +108,8 @@ def document_routes(library: ServedLibrary | None, bodies: JsonBodies, max_docum
 
 
 def job_failure(error: Exception) -> Failure:
-    """Say why a change failed: another job is at work, the disk is at fault, or the request is."""
-    if isinstance(error, Busy | StoreError):
-        return Failure(409 if isinstance(error, Busy) else 500, str(error))
-    return failure_of(error)
+    """Say why a change failed; that another job is at work is a conflict."""
+    return Failure(409, str(error)) if isinstance(error, Busy) else failure_of(error)
 
 
 class Jobs:
@@ -123,58 +118,42 @@ class Jobs:
     def __init__(self) -> None:
         self._free = asyncio.Lock()
 
-    async def run(
-        self, change: Callable[[], T], *, wait_s: float | None = None, begin: Callable[[], object] = bool
-    ) -> T:
-        """Wait for the changes before, and make one; raise `Busy` if they take longer than some seconds."""
+    async def run(self, change: Callable[[], T], *, wait_s: float | None = None) -> T:
+        """Wait for the changes before, and make one; raise `Busy` if they take longer than some seconds.
+
+        A change that waits is dropped if this is cancelled; one that has begun is made.
+        """
         try:
-            await asyncio.wait_for(self._free.acquire(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._free.acquire()
         except TimeoutError as error:
             raise Busy("documents are being added; ask again later") from error
-        try:
-            begin()
-            done: Future[T] = Future()
+        done: Future[T] = Future()
 
-            def work() -> None:
-                try:
-                    done.set_result(change())
-                except BaseException as error:
-                    done.set_exception(error)
+        def work() -> None:
+            try:
+                done.set_result(change())
+            except BaseException as error:
+                done.set_exception(error)
 
-            threading.Thread(target=work, name="qcfuse-documents", daemon=True).start()
-            return await asyncio.wrap_future(done)
-        finally:
-            self._free.release()
+        changing = asyncio.wrap_future(done)
+        changing.add_done_callback(lambda _: self._free.release())
+        threading.Thread(target=work, name="qcfuse-documents", daemon=True).start()
+        return await asyncio.shield(changing)
 
 
-class Job:
-    """A change that waits, is made or was made; one that waits can be dropped."""
-
-    def __init__(self, jobs: Jobs, change: Callable[[], dict[str, Any]]) -> None:
-        self._begun = False
-        self.result = asyncio.ensure_future(jobs.run(change, begin=self._begin))
-
-    def drop(self) -> None:
-        """Drop the change with its documents if it has not begun."""
-        if not self._begun:
-            self.result.cancel()
-
-    def _begin(self) -> None:
-        self._begun = True
-
-
-async def progress_stream(job: Job, steps: asyncio.Queue[dict[str, int]]) -> AsyncGenerator[str, None]:
+async def progress_stream(job: asyncio.Future[Any], steps: asyncio.Queue[dict[str, int]]) -> AsyncGenerator[str, None]:
     """Yield the tokens done and in total as server-sent events, then the result; without a client a job goes on."""
     try:
-        while not (job.result.done() and steps.empty()):
+        while not (job.done() and steps.empty()):
             step = asyncio.ensure_future(steps.get())
-            await asyncio.wait({job.result, step}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({job, step}, return_when=asyncio.FIRST_COMPLETED)
             if step.done():
                 yield f"data: {json.dumps(step.result())}\n\n"
             else:
                 step.cancel()
-        yield f"data: {json.dumps(job.result.result())}\n\ndata: [DONE]\n\n"
+        yield f"data: {json.dumps(job.result())}\n\ndata: [DONE]\n\n"
     except Exception as error:
         yield job_failure(error).event
     finally:
-        job.drop()
+        job.cancel()

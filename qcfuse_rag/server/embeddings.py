@@ -28,7 +28,7 @@ from qcfuse_rag.server.bodies import (
     wait_while_connected,
 )
 from qcfuse_rag.server.protocol.failures import Failure, unknown_model
-from qcfuse_rag.server.protocol.generation_request import FailFastList
+from qcfuse_rag.server.protocol.generation_request import FailFastList, refuse_more
 
 MAX_TEXTS = 2048
 """Most texts of a request, as in OpenAI's API."""
@@ -58,9 +58,7 @@ class EmbeddingsRequest(BaseModel):
             raise InvalidSetting("dimensions is not supported; omit it", "dimensions", "unsupported_parameter")
         if not texts or "" in texts:
             raise InvalidSetting("input has no text, or an empty one", "input")
-        if len(texts) > MAX_TEXTS:
-            message = f"{len(texts)} texts, and at most {MAX_TEXTS} are allowed"
-            raise InvalidSetting(message, "input", "array_above_max_length")
+        refuse_more(MAX_TEXTS, texts, "input")
         if not all(isinstance(text, str) for text in texts):
             raise InvalidSetting(
                 "input has to be text; token ids are not supported (LangChain's OpenAIEmbeddings sends text with "

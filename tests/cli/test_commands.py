@@ -6,12 +6,6 @@ import dataclasses
 import io
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from qcfuse_rag import METHODS, DiskStore, FusionEngine, make_method, open_store
+from qcfuse_rag import METHODS, DiskStore, FusionEngine
 from qcfuse_rag.cli.app import app
 from qcfuse_rag.cli.options import expand_options
 from qcfuse_rag.library.folder import open_library_store
@@ -32,8 +26,7 @@ from tests.support.cases import cases
 from tests.support.cli import Run
 from tests.support.engines import METHOD_OPTIONS
 from tests.support.families import build_model
-from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import free_port
+from tests.support.passages import PASSAGES
 
 PICTURE = str(Path(__file__).parents[2] / "docs" / "guide" / "playground.png")
 
@@ -282,7 +275,6 @@ def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
             yield (*path, name), command
 
 
-@pytest.mark.slow
 @dataclasses.dataclass(frozen=True)
 class Bracketed:
     """Options of a command.
@@ -310,42 +302,6 @@ def test_help_shows_what_stands_in_brackets(run: Run, monkeypatch: pytest.Monkey
     made_up = typer.Typer()
     made_up.command()(expand_options(show))
     assert "such as auto[ratio=0.2]." in CliRunner().invoke(made_up, ["--help"]).stdout
-
-
-@pytest.mark.slow
-@pytest.mark.enable_socket
-@pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
-def test_a_server_that_is_ended_closes_its_store(model_folder: str, tmp_path: Path) -> None:
-    """What was counted since it began is written then; systemd and Kubernetes end by SIGTERM."""
-    port = free_port()
-    with FusionEngine.load(model_folder, store=tmp_path / "lib" / "kv", method=make_method("qcfuse")) as engine:
-        engine.warm(PASSAGES)
-        before = sum(entry.uses or 0.0 for entry in engine.store.entries())
-    program = "from qcfuse_rag.cli.app import main; main()"
-    command = [sys.executable, "-c", program, "serve", "--store", tmp_path / "lib", "--model", model_folder]
-    command += ["--device", "cpu", "--port", str(port), "--method", "qcfuse"]
-    with subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True) as server:
-        body = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 2}
-        asked = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        for _ in range(600):
-            try:
-                with urllib.request.urlopen(asked) as answer:
-                    assert json.load(answer)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-                break
-            except urllib.error.URLError:
-                assert server.poll() is None, server.communicate()[1]
-                time.sleep(0.1)
-        rebound = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers={"Host": f"page.example:{port}"})
-        with pytest.raises(urllib.error.HTTPError, match="421"):
-            urllib.request.urlopen(rebound)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-    with open_store(tmp_path / "lib" / "kv") as store:
-        assert sum(entry.uses or 0.0 for entry in store.entries()) > before
 
 
 def test_damaged_weights_are_one_line(run: Run, model_folder: str, tmp_path: Path) -> None:

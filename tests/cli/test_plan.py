@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.floors import row_operations
 from qcfuse_rag import LanguageModel, QCFuseError
-from qcfuse_rag.cli.plan import CorpusPlan, ModelShape, Rates, rates_of, shape_of, size_up
+from qcfuse_rag.cli.options import PlanOptions
+from qcfuse_rag.cli.plan import ModelShape, Rates, rates_of, shape_of, size_up
 from tests.support.cli import Run
 
 
@@ -30,9 +31,8 @@ def test_a_models_own_numbers_agree(llama: LanguageModel, model_folder: str) -> 
 def test_by_hand() -> None:
     shape = ModelShape(weights=1000, logit_weights=0, attention=2, kv=10)
     rates = Rates(flops=1e6, tiers={"near": 1e6, "far": 1e3}, source="the test")
-    found = size_up(
-        shape, rates, CorpusPlan(nodes=3600, tokens=100, retrieved=4, question_tokens=0, ratio=0.1, caches=3)
-    )
+    plan = PlanOptions(nodes=3600, model="none", tokens=100, retrieved=4, ratio=0.1, kv_dtype="model", caches=3)
+    found = size_up(shape, rates, plan, question_tokens=0)
     assert found.kv_bytes_per_token == 20
     assert found.corpus_bytes == 3 * 3600 * 100 * 20
     hours = 3 * 100 * (2000 + 2 * 50) / 1e6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 from pathlib import Path
 
@@ -45,10 +44,6 @@ def test_a_library_keeps_its_variables(run: Run, library: Path, corpus_file: Pat
     assert answered["report"]["fallback"] is None
     again = run.json("warm", "run", corpus_file, "--store", library)
     assert (again["warmed"], again["present"]) == (0, 1)
-    record = library / "warm.json"
-    kept = json.loads(record.read_text())
-    del kept["arguments"]["chat_template_kwargs"]  # as a job of an older version
-    record.write_text(json.dumps(kept))
     assert run.json("warm", "resume", "--store", library)["warmed"] == 0
 
 
@@ -75,16 +70,6 @@ def test_a_command_sets_others(run: Run, library: Path) -> None:
 def test_bad_variables_are_one_clear_error(run: Run, library: Path, kwargs: str, message: str) -> None:
     code, _, err = run("ask", "Who?", "--store", library, "--chat-template-kwargs", kwargs)
     assert (code, message in " ".join(err.split())) == (1, True), err
-
-
-def test_a_library_of_an_older_version_has_none(library: Path) -> None:
-    path = library / "library.json"
-    settings = json.loads(path.read_text())
-    del settings["template"]["chat_template_kwargs"]
-    path.write_text(json.dumps(settings))
-    template = LibrarySettings.load(library).template
-    assert template is not None
-    assert template.chat_template_kwargs == {}
 
 
 def test_reasoning_is_printed_and_kept_apart(run: Run, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library import index as module
-from qcfuse_rag.library.index import METADATA, IndexedPassage, PassageIndex, RetrievalLog
+from qcfuse_rag.library.index import IndexedPassage, PassageIndex, RetrievalLog
 
 OLD = PassageIndex("M", [IndexedPassage("a", "old")], np.zeros((1, 2), np.float32))
 NEW = PassageIndex("M", [IndexedPassage("a", "new")], np.ones((1, 2), np.float32))
@@ -60,16 +59,6 @@ def test_a_reader_whose_files_are_replaced_reads_the_new_ones(tmp_path: Path, mo
 
     monkeypatch.setattr(np, "load", replaced)
     assert contents(tmp_path) == ("new", 1.0)
-
-
-def test_an_index_of_an_earlier_version_is_read_and_replaced(tmp_path: Path) -> None:
-    (tmp_path / METADATA).write_text(json.dumps({"embedder": "M"}))
-    (tmp_path / "passages.jsonl").write_text(json.dumps({"source": "a", "text": "old"}) + "\n")
-    np.save(tmp_path / "embeddings.npy", OLD.embeddings)
-    assert contents(tmp_path) == ("old", 0.0)
-    NEW.save(tmp_path)
-    assert contents(tmp_path) == ("new", 1.0)
-    assert not (tmp_path / "passages.jsonl").exists()
 
 
 def test_a_truncated_file_of_embeddings_says_what_to_do(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ REFUSED = [
     (user("x" * 2_000_000), "characters exceeds the context window"),
     (user("x " * 9000), "context window"),
     ({"messages": [{"role": "system", "content": "x"}]}, "documents need a user's message"),
-    ({"documents": ["x"] * 257}, "257 documents, and at most 256"),
+    ({"documents": ["x"] * 257}, "documents has 257 entries, and at most 256"),
     ({"tools": [LOOK_UP], "tool_choice": function(name="sink")}, "not among the given tools"),
     ({"tool_choice": "required"}, "there are no tools to call"),
     (

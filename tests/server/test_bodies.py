@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from qcfuse_rag.errors import InvalidSetting
@@ -22,20 +23,11 @@ from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from tests.server.test_refusals import PATH, FixedBackend
 from tests.support.serving import ASKED, JSON, ask, client, error
 
-CHARACTERS = 'a"\\,[]{}:\n\t\u20ac\U0001f680'
-
-
-def some_text(rng: random.Random) -> str:
-    return "".join(rng.choices(CHARACTERS, k=rng.randrange(8)))
-
-
-def some_value(rng: random.Random, levels: int) -> Any:
-    kind = rng.randrange(6 if levels else 4)
-    if kind < 4:
-        return (some_text(rng), rng.random(), rng.randrange(9), None)[kind]
-    if kind == 4:
-        return [some_value(rng, levels - 1) for _ in range(rng.randrange(5))]
-    return {some_text(rng): some_value(rng, levels - 1) for _ in range(rng.randrange(5))}
+TEXTS = st.text('a"\\,[]{}:\n\t\u20ac\U0001f680', max_size=8)
+VALUES = st.recursive(
+    st.none() | st.integers() | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
+)
 
 
 def slow_count(value: Any) -> int:
@@ -48,11 +40,10 @@ def slow_count(value: Any) -> int:
     return 1 + max(0, len(value) - 1) + sum(map(slow_count, inside))
 
 
-def test_the_count_is_that_of_the_values() -> None:
-    for seed in range(200):
-        value = some_value(random.Random(seed), 4)
-        body = json.dumps(value, ensure_ascii=seed % 2 == 0, indent=seed % 3 or None).encode()
-        assert len(TOKEN.findall(body)) == slow_count(value)
+@given(value=VALUES, ascii_only=st.booleans(), indent=st.none() | st.integers(1, 3))
+def test_the_count_is_that_of_the_values(value: Any, ascii_only: bool, indent: int | None) -> None:
+    body = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()
+    assert len(TOKEN.findall(body)) == slow_count(value)
 
 
 def test_what_text_contains_does_not_count() -> None:

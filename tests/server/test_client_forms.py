@@ -137,12 +137,9 @@ async def test_a_file_of_warmed_passages_is_not_kept_as_a_whole(
     assert len([*engine.store.entries()]) == before
 
 
-def test_delimiters_are_found_in_time_that_grows_with_the_text() -> None:
+def test_a_passage_begins_at_the_last_delimiter_before_its_end() -> None:
     assert delimited_passages("<source id='1'>" * 3 + "one</source><source id='2'> two </source>") == ["one", "two"]
     assert delimited_passages("<source id='1'></source> </source> [CONTEXT 1]:\n") == []
-    delimiters = ("<source ", "<source id='1'>", "[CONTEXT 1]:\n", "<![CDATA[", "</source>", "\n[END CONTEXT ", "]]>")
-    for delimiter in delimiters:  # a time that grew with the square would never end
-        assert delimited_passages(delimiter * (4_000_000 // len(delimiter))) == []
 
 
 async def test_documents_are_given_beside_a_history_that_has_some(http: httpx.AsyncClient) -> None:

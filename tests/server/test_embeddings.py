@@ -130,9 +130,3 @@ async def test_a_client_who_goes_stops_the_work(library: ServedLibrary) -> None:
     vectors, tokens = library.embed(["x"] * 10 * EMBEDDED_AT_ONCE, stopped)
     assert len(vectors) == EMBEDDED_AT_ONCE
     assert tokens > 0
-
-
-async def test_a_token_is_asked_for_here_too(backend: EngineBackend, library: ServedLibrary) -> None:
-    async with client(make_app(backend, token="right", library=library)) as http:
-        for path, body in (("completions", {"prompt": "x"}), ("embeddings", {"input": "x"})):
-            assert (await post(http, path, **body)).status_code == 401

@@ -12,7 +12,7 @@ from qcfuse_rag import FusionEngine, MemoryStore, Prompt
 from qcfuse_rag.prompts.builder import PromptBuilder
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import ASKED, JSON, ask, error
+from tests.support.serving import ASKED, JSON, ask
 from tests.support.thinking import answer_with, thinking_model
 from tests.support.tool_templates import MOOR
 
@@ -73,20 +73,6 @@ async def test_openais_effort_is_the_templates(
     assert prompts[-1].startswith(f"<s>Effort: {effort}.\n")
 
 
-async def test_unread_variables_are_named(http: httpx.AsyncClient) -> None:
-    response = await ask(http, chat_template_kwargs={"enable_thinkin": False})
-    assert response.status_code == 400
-    assert "cannot set enable_thinkin: the tokenizer's chat template reads enable_thinking" in error(response)
-
-
-async def test_passages_behind_other_ends_of_prompts_are_reused(http: httpx.AsyncClient) -> None:
-    plain, quiet = (await ask(http)).json(), (await ask(http, chat_template_kwargs={"enable_thinking": False})).json()
-    assert quiet["fusion"]["fallback"] is None
-    reused = [lookup["hit"] for lookup in quiet["fusion"]["lookups"]]
-    assert reused == [lookup["hit"] for lookup in plain["fusion"]["lookups"]]
-    assert all(reused)
-
-
 async def test_reasoning_has_a_field_of_its_own(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     answer_with(monkeypatch, ANSWER)
     choice = (await ask(http, max_tokens=100)).json()["choices"][0]
@@ -97,13 +83,6 @@ async def test_reasoning_has_a_field_of_its_own(http: httpx.AsyncClient, monkeyp
     assert "".join(delta.get("content", "") for delta in streamed) == "Yes."
     last_thought = max(index for index, delta in enumerate(streamed) if "reasoning_content" in delta)
     assert not any(delta.get("content") for delta in streamed[:last_thought])
-
-
-async def test_an_answer_that_ends_in_its_reasoning(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_with(monkeypatch, "<think>" + "So it goes on. " * 30)
-    choice = (await ask(http, max_tokens=40)).json()["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
-    assert choice["message"]["reasoning_content"].startswith("So it goes on. So")
 
 
 async def test_reasoning_before_a_call_comes_back_with_the_tools_result(
@@ -123,11 +102,3 @@ async def test_reasoning_before_a_call_comes_back_with_the_tools_result(
     assert (await ask(http, documents=None, tools=[MOOR], messages=messages)).status_code == 200
     reasoned = "<assistant>\n<think>\nMoor first.\n</think>\n\n"
     assert any(reasoned in text for text in prompts), "another text is that of the system prefix alone"
-
-
-async def test_json_by_a_schema_is_the_answer_of_a_model_that_thinks(http: httpx.AsyncClient) -> None:
-    schema = {"type": "object", "properties": {"afloat": {"type": "boolean"}}, "required": ["afloat"]}
-    form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    message = (await ask(http, response_format=form, max_tokens=60)).json()["choices"][0]["message"]
-    assert set(json.loads(message["content"])) == {"afloat"}
-    assert "reasoning_content" not in message

@@ -41,9 +41,9 @@ from qcfuse_rag.integrations import (
     ParsedResponse,
     ReasoningFormat,
     RequestHandle,
-    ResponseFormat,
     ResponseReader,
     can_call_tools,
+    response_format_of,
     warm_passages,
     warn_caller,
     warn_unused,
@@ -74,16 +74,6 @@ def without_service_settings(values: Any) -> Any:
     if ignored:
         warn_caller(f"{' and '.join(ignored)}: no effect on a model in this process")
     return {name: value for name, value in values.items() if name not in SERVICE_SETTINGS}
-
-
-def response_format_of(kwargs: dict[str, Any]) -> ResponseFormat:
-    """Return the response format that a call's keyword arguments ask for."""
-    return ResponseFormat(
-        kwargs.get("tools") or (),
-        kwargs.get("tool_choice"),
-        kwargs.get("response_format"),
-        kwargs.get("parallel_tool_calls") is not False,
-    )
 
 
 class ContextOverflow(PromptTooLong, ContextOverflowError):
@@ -358,9 +348,6 @@ class ChatQCFuse(EngineSettings, ProfileOfModel, BaseChatModel):
             return prompt, settings
 
         return request
-
-    def _reader(self, answer: RequestHandle, kwargs: dict[str, Any]) -> ResponseReader:
-        return ResponseReader(self.engine.lm.tokenizer, response_format_of(kwargs), answer.prompt)
 
     def _result(self, answer: RequestHandle, kwargs: dict[str, Any]) -> ChatResult:
         assert answer.generation is not None

@@ -18,7 +18,13 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import InvalidSetting
 from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.server.protocol.generation_request import MAX_TOP_LOGPROBS, FailFastList, GenerationRequest
+from qcfuse_rag.server.protocol.generation_request import (
+    MAX_DOCUMENTS,
+    MAX_TOP_LOGPROBS,
+    FailFastList,
+    GenerationRequest,
+    refuse_more,
+)
 
 DELIMITERS = (
     (re.compile(r"<source [^<>]*>"), "</source>"),
@@ -168,6 +174,7 @@ class ChatRequest(GenerationRequest):
     def refuse_unsupported(self) -> None:
         """Refuse unsupported fields and oversized values, and drop the ignored fields."""
         super().refuse_unsupported()
+        refuse_more(MAX_DOCUMENTS, self.given_documents or (), "documents")
         if self.top_logprobs and not self.logprobs:
             raise InvalidSetting("top_logprobs needs logprobs to be true", "top_logprobs")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from qcfuse_rag.errors import Busy, Closed, InvalidSetting, PromptTooLong, QCFuseError
+from qcfuse_rag.errors import Busy, Closed, InvalidSetting, PromptTooLong, QCFuseError, StoreError
 
 LOG = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ def failure_of(error: Exception, prompt_field: str | None = None) -> Failure:
             return Failure(400, str(error), "context_length_exceeded", prompt_field)
         case InvalidSetting():
             return Failure(400, str(error), error.code, error.param)
+        case StoreError():
+            return Failure(500, str(error))
         case QCFuseError() | ValueError():
             return Failure(400, str(error), "invalid_value")
         case RecursionError():

@@ -26,6 +26,9 @@ FailFastList = Annotated[list[T], Field(fail_fast=True)]
 MAX_ANSWERS = 8
 """Most answers of a request."""
 
+MAX_DOCUMENTS = 256
+"""Most documents of a request."""
+
 MAX_TOP_LOGPROBS = 20
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
@@ -57,6 +60,13 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (*OFF, 1),
 }
 """Unsupported fields that would change the answer, each with the values that would not."""
+
+
+def refuse_more(most: int, items: Sequence[object], field: str) -> None:
+    """Refuse a request with more than `most` items in a field."""
+    if len(items) > most:
+        message = f"{field} has {len(items)} entries, and at most {most} are allowed"
+        raise InvalidSetting(message, field, "array_above_max_length")
 
 
 class StreamOptions(BaseModel):

@@ -47,9 +47,9 @@ from qcfuse_rag.integrations import (
     EngineSettings,
     ParsedResponse,
     RequestHandle,
-    ResponseFormat,
     ResponseReader,
     can_call_tools,
+    response_format_of,
     warn_unused,
 )
 from qcfuse_rag.prompts.template import Turn
@@ -275,7 +275,7 @@ class QCFuseLLM(EngineSettings, FunctionCallingLLM):
         `plain` is completed instead of the conversation if the model has no chat template.
         """
         warn_unused(kwargs, CALL_SETTINGS)
-        sampling, response_format = self.sampling(**kwargs), _response_format(kwargs)
+        sampling, response_format = self.sampling(**kwargs), response_format_of(kwargs)
         tools = response_format.visible_tools
         if tools and isinstance(conversation, PreparedMessages | str):
             raise ValueError("the model's chat template shows tools, so give messages, and no `messages_to_prompt`")
@@ -290,9 +290,6 @@ class QCFuseLLM(EngineSettings, FunctionCallingLLM):
             return prompt, response_format.sampling(sampling, tokenizer)
 
         return build
-
-    def _reader(self, request: RequestHandle, kwargs: dict[str, Any]) -> ResponseReader:
-        return ResponseReader(self.engine.lm.tokenizer, _response_format(kwargs), request.prompt)
 
     def _text(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> AnswerRequest:
         if formatted:
@@ -360,15 +357,6 @@ class QCFuseLLM(EngineSettings, FunctionCallingLLM):
             logprobs=logprobs_of(generation, self.engine.lm.tokenizer),
             additional_kwargs={**counts, **reasoning_kwargs(parsed.reasoning), **invalid},
         )
-
-
-def _response_format(kwargs: dict[str, Any]) -> ResponseFormat:
-    return ResponseFormat(
-        kwargs.get("tools") or (),
-        kwargs.get("tool_choice"),
-        kwargs.get("response_format"),
-        kwargs.get("parallel_tool_calls") is not False,
-    )
 
 
 def _grown(so_far: Delta, piece: Delta) -> ChatResponse:
