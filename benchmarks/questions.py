@@ -175,7 +175,6 @@ def _example(record: Mapping[str, Any], number: int, dataset: str) -> Example:
 
 
 def _passages(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return title and text of each passage; a missing title is empty."""
     name = "context" if record.get("passages") is None and "context" in record else "passages"
     items = record[name]
     if name == "context" and isinstance(items, str):

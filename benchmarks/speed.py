@@ -190,7 +190,6 @@ def _prefills(
     repeats: int,
     run: Run,
 ) -> None:
-    """Time every side in turns; tiers have a runner each."""
     lm, context = runners[0].lm, sum(len(span) for span in prompt.chunks)
     ids = torch.tensor([prompt.ids], device=lm.device)
 

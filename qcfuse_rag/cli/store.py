@@ -309,7 +309,6 @@ def move(
 
 
 def _require_all(report: ChangeReport) -> None:
-    """End with exit code 1 if entries could not be read or written."""
     if report.missing:
         raise QCFuseError(f"{len(report.missing)} entries are left as they were: {', '.join(list(report.missing)[:5])}")
 

@@ -66,7 +66,6 @@ def _print_verdict(verdict: Verdict, saved: Path | None) -> None:
 
 
 def _columns(trial: Trial) -> list[Check]:
-    """Return the checks that depend on the ratio."""
     return [check for check in trial.checks if check.name != EXACTNESS]
 
 

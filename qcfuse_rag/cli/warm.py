@@ -278,7 +278,6 @@ def _require_dtype(config: EngineConfig, job: JobOptions) -> None:
 def _ray_workers(
     engine: FusionEngine, library: Path, config: EngineConfig, corpus: CorpusOptions, job: JobOptions
 ) -> RayWorkers | None:
-    """Return the requested Ray workers, which open the same store as this process."""
     if job.ray is None:
         return None
     if corpus.tenant is not None or job.encrypt or has_secret(library):

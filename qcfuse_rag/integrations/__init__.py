@@ -7,7 +7,7 @@ requests, passages in the store, and warnings at the caller's line. Nothing here
 from qcfuse_rag.engine.config import LOAD_SETTINGS, warn_caller, warn_not_stored, warn_unused
 from qcfuse_rag.engine.scheduler import AnswerRequest, EngineHandle, RequestHandle
 from qcfuse_rag.generation.decoding import FINISH_REASONS
-from qcfuse_rag.generation.response_format import Delta, ReasoningFormat, ResponseFormat, ResponseReader
+from qcfuse_rag.generation.response_format import Delta, ReasoningFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, can_call_tools
 from qcfuse_rag.integrations.engine_settings import EngineSettings, response_format_of
@@ -25,7 +25,6 @@ __all__ = [
     "Passage",
     "ReasoningFormat",
     "RequestHandle",
-    "ResponseFormat",
     "ResponseReader",
     "can_call_tools",
     "response_format_of",

@@ -111,7 +111,6 @@ class Converter:
 
 
 def _serve() -> None:
-    """Answer requests until standard input ends."""
     import markitdown.converters  # noqa: F401  # once, before the forks
     import pypdfium2  # noqa: F401
 

@@ -80,7 +80,6 @@ def real_path(path: Path) -> Path:
 
 
 def _walk(top: Path, inside: Sequence[Path], skipped: set[Path], note: Callable[[str, Path], None]) -> Iterator[Path]:
-    """Yield the files in a folder."""
     folders = [(top, [(real_path(top), _patterns(NEVER_DOCUMENTS)), *_rules_above(real_path(top))])]
     while folders:
         folder, rules = folders.pop()

@@ -188,14 +188,12 @@ def embedder_source(name: str) -> str:
 
 
 def _data_files(folder: Path, token: str) -> tuple[Path, Path]:
-    """Return the paths of passages and embeddings."""
     if not re.fullmatch("[0-9a-f]+", token):
         raise ValueError(f"{METADATA} names other files than its own")
     return folder / f"passages-{token}.jsonl", folder / f"embeddings-{token}.npy"
 
 
 def _read(folder: Path) -> tuple[bytes, list[IndexedPassage], NDArray[np.float32]]:
-    """Return metadata, passages and embeddings of the index in a folder."""
     metadata = (folder / METADATA).read_bytes()
     passages, embeddings = _data_files(folder, json.loads(metadata)["files"])
     lines = passages.read_text("utf-8").splitlines()
@@ -203,7 +201,6 @@ def _read(folder: Path) -> tuple[bytes, list[IndexedPassage], NDArray[np.float32
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove the passages and embeddings that the folder's index does not consist of."""
     with suppress(OSError, ValueError, KeyError):
         used = _data_files(folder, json.loads((folder / METADATA).read_text("utf-8"))["files"])
         for path in folder.iterdir():

@@ -68,11 +68,10 @@ def make_app(
         await asyncio.to_thread(on_shutdown)
 
     routes = [
-        *_model_routes(backend),
+        *_status_routes(backend, metrics),
         *document_routes(library, bodies),
         *answer_routes(backend, bodies),
         embedding_route(library, bodies),
-        *([] if metrics is None else [_metrics_route(metrics)]),
         *(playground_routes() if playground else []),
     ]
     return Starlette(
@@ -92,7 +91,7 @@ def make_app(
     )
 
 
-def _model_routes(backend: Backend) -> list[Route]:
+def _status_routes(backend: Backend, metrics: Callable[[], bytes] | None) -> list[Route]:
     served_model = {"id": backend.name, "object": "model", "created": int(time.time()), "owned_by": "qcfuse-rag"}
 
     async def health(_: Request) -> Response:
@@ -108,14 +107,17 @@ def _model_routes(backend: Backend) -> list[Route]:
             return error_response(unknown_model(name, backend.name))
         return JSONResponse(served_model)
 
-    return [Route("/healthz", health), Route("/v1/models", models), Route("/v1/models/{name:path}", model)]
-
-
-def _metrics_route(metrics: Callable[[], bytes]) -> Route:
     async def exposition(_: Request) -> Response:
+        if metrics is None:
+            raise HTTPException(404)
         return Response(metrics(), media_type="text/plain; version=0.0.4")
 
-    return Route("/metrics", exposition)
+    return [
+        Route("/healthz", health),
+        Route("/metrics", exposition),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+    ]
 
 
 async def _refused(_: Request, error: Exception) -> Response:

@@ -20,7 +20,6 @@ from qcfuse_rag import METHODS, DiskStore, FusionEngine
 from qcfuse_rag.cli.app import app
 from qcfuse_rag.cli.options import expand_options
 from qcfuse_rag.library.folder import open_library_store
-from qcfuse_rag.library.index import PassageIndex
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support.cases import cases
 from tests.support.cli import Run
@@ -84,18 +83,6 @@ def test_ask_warms_the_documents_that_it_is_given(
         assert (code, answer["report"]["fallback"], len(answer["documents"])) == (0, None, 3)
         status = json.loads(run("warm", "status", "--json")[1])
         assert (status["state"], status["summary"]["warmed"]) == ("finished", warmed)
-
-
-def test_a_changed_document_replaces_its_passages(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    options = ("--store", store, "--model", model_folder, "--device", "cpu", "--json")
-    run("warm", "run", documents, *options)
-    (documents / "1.txt").write_text("The paint was sold. Nobody keeps it now.")
-    run("warm", "run", documents, *options)
-    texts = [passage.text for passage in PassageIndex.load(store / "passages").passages]
-    assert len(texts) == 3
-    assert "The paint was sold. Nobody keeps it now." in texts
-    assert PASSAGES[1] not in texts
 
 
 def test_methods_lists_all_with_their_papers(run: Run) -> None:

@@ -232,28 +232,6 @@ def test_a_library_inside_the_folder_of_its_documents_is_not_read(
 
 
 @pytest.mark.slow
-def test_a_file_that_became_a_folder_is_forgotten(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
-    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
-    run.json("warm", "run", *options)
-    (documents / "1.txt").unlink()
-    (documents / "1.txt").mkdir()
-    run.json("warm", "run", *options)
-    assert len(run.json("store", "sources", "--store", tmp_path / "s")["sources"]) == 2
-
-
-@pytest.mark.slow
-def test_a_record_called_like_a_file_that_is_elsewhere_is_not_warmed_again_and_again(
-    run: Run, documents: Path, model_folder: str, tmp_path: Path
-) -> None:
-    record = {"text": PASSAGES[0], "source": str((documents / "scan.pdf").resolve())}
-    (documents / "records.jsonl").write_text(json.dumps(record))
-    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
-    run.json("warm", "run", *options)
-    assert run.json("warm", "run", *options)["warmed"] == 0
-    assert len(run.json("store", "sources", "--store", tmp_path / "s")["sources"]) == 4
-
-
-@pytest.mark.slow
 def test_what_is_asked_for_often_is_warmed_first(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
     """Asking counts what it retrieves; a store with room for one then keeps the most retrieved."""
     store, options = tmp_path / "s", ("--model", model_folder, "--device", "cpu")

@@ -11,6 +11,7 @@ import pytest
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library import index as module
+from qcfuse_rag.library.documents import vanished_files
 from qcfuse_rag.library.index import IndexedPassage, PassageIndex, RetrievalLog
 
 OLD = PassageIndex("M", [IndexedPassage("a", "old")], np.zeros((1, 2), np.float32))
@@ -124,3 +125,15 @@ def test_an_unusable_folder_has_no_log(tmp_path: Path) -> None:
     log = RetrievalLog(tmp_path / "missing")
     log.note(["a"])
     assert (log.counts(["a"]), log.retrievals(["a"])) == ([0], [])
+
+
+def test_what_vanished_from_the_folders_is_forgotten_and_what_was_just_read_is_not(tmp_path: Path) -> None:
+    """A record of a JSON lines file may be called like a file that is not there."""
+    names = ["stays.txt", "deleted.txt", "became-a-folder.txt", "read-as-a-record.pdf", "became-empty.txt"]
+    stays, deleted, replaced, record, empty = sources = [str(tmp_path / name) for name in names]
+    for source in (stays, empty):
+        Path(source).touch()
+    Path(replaced).mkdir()
+    index = PassageIndex("M", [IndexedPassage(source, "text") for source in [*sources, "/elsewhere/gone.txt"]])
+    passages = {stays: ["text"], record: ["text"], empty: []}
+    assert vanished_files(index, [tmp_path], passages) == {deleted, replaced, empty}

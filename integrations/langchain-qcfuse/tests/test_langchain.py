@@ -130,12 +130,6 @@ def test_earlier_turns_reach_the_model_and_chunks_are_still_found(chat: ChatQCFu
     assert create_qcfuse_chain(chat).invoke({**INPUTS, "chat_history": turns}) == message.content
 
 
-def test_langchains_cache_of_answers_tells_settings_apart(chat: ChatQCFuse) -> None:
-    other = ChatQCFuse.from_engine(chat.engine, max_tokens=5)
-    assert chat._get_llm_string() != other._get_llm_string()
-    assert chat._get_llm_string() == ChatQCFuse.from_engine(chat.engine, max_tokens=12)._get_llm_string()
-
-
 def test_without_documents_it_is_a_plain_chat_model(chat: ChatQCFuse) -> None:
     prompt = ChatPromptTemplate.from_messages([("system", "Be brief."), ("human", "{input}")])
     message = (prompt | chat).invoke({"input": "The ferry"})
@@ -154,11 +148,6 @@ def test_stop_strings_and_settings_of_one_call(chat: ChatQCFuse) -> None:
     assert chat.invoke("The ferry", max_tokens=2).usage_metadata["output_tokens"] == 2  # type: ignore[index]
     bound = chat.bind(stop=[free[3:5]])
     assert bound.invoke([SystemMessage("Be brief."), HumanMessage("The ferry")]).content is not None
-
-
-def test_a_seed_makes_sampling_repeatable(chat: ChatQCFuse) -> None:
-    other = ChatQCFuse.from_engine(chat.engine, max_tokens=8, temperature=1.0, seed=5)
-    assert other.invoke("Ada").content == other.invoke("Ada", seed=5).content != other.invoke("Ada", seed=6).content
 
 
 def test_settings_that_do_not_exist_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from langchain_core.runnables import ConfigurableField
 
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
 from qcfuse_rag import EngineConfig, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method
-from qcfuse_rag.errors import Closed, MisplacedSetting
+from qcfuse_rag.errors import MisplacedSetting
 from qcfuse_rag.integrations import SAMPLING_SETTINGS
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -101,26 +100,9 @@ def test_answers_of_other_engines_are_not_taken_from_langchains_cache(chat: Chat
             assert first["method"] == engine.method.name
             again = ChatQCFuse.from_engine(engine, max_tokens=3).invoke(QUESTION, documents=DOCUMENTS)
             assert again.response_metadata["fusion"] == first, "that is what the cache is for"
+            assert model._get_llm_string() != ChatQCFuse.from_engine(engine, max_tokens=5)._get_llm_string()
     finally:
         set_llm_cache(None)
-
-
-def test_closing_the_model_raises_in_waiting_requests(chat: ChatQCFuse) -> None:
-    scheduler, errors = chat._current_handle().scheduler, []
-
-    def ask() -> None:
-        try:
-            chat.invoke(QUESTION, max_tokens=900)
-        except Closed as error:
-            errors.append(error)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    while not scheduler.active:
-        pass
-    chat.close()
-    asking.join(20)
-    assert len(errors) == 1
 
 
 def test_tokens_are_counted_by_the_models_own_tokenizer(chat: ChatQCFuse) -> None:

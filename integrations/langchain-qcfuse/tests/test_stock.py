@@ -83,13 +83,9 @@ def test_documents_of_an_earlier_turn_are_still_shown(chat: ChatQCFuse) -> None:
         chat.invoke([HumanMessage(content=[{"type": "text-plain", "url": "https://example.com/a.txt"}])])
 
 
-async def test_batches_and_streams(chat: ChatQCFuse) -> None:
+async def test_batches_and_events(chat: ChatQCFuse) -> None:
     chain = create_stuff_documents_chain(chat, PROMPT)
-    answer = chain.invoke(INPUTS)
-    assert chain.batch([INPUTS] * 3) == [answer] * 3
-    assert await chain.abatch([INPUTS] * 3) == [answer] * 3
-    assert "".join(chain.stream(INPUTS)) == answer
-    assert "".join([piece async for piece in chain.astream(INPUTS)]) == answer
+    assert await chain.abatch([INPUTS] * 3) == [chain.invoke(INPUTS)] * 3
     events = [event async for event in chat.astream_events("Why?", version="v2")]
     assert {"on_chat_model_start", "on_chat_model_stream", "on_chat_model_end"} <= {event["event"] for event in events}
 
@@ -125,15 +121,6 @@ def test_access_tags_come_from_metadata(lm: LanguageModel, how: str) -> None:
         for text in PASSAGES
     ]
     assert readers == [{"board"}, {""}, {""}]
-
-
-@pytest.mark.slow
-async def test_many_questions_at_once_are_all_answered(chat: ChatQCFuse) -> None:
-    asked = [[HumanMessage(f"{text}\n\nQuestion {number}?")] for number, text in enumerate(PASSAGES * 11)][:32]
-    expected = [chat.invoke(messages).content for messages in asked]
-    answers = await asyncio.gather(*(chat.ainvoke(messages) for messages in asked))
-    assert [answer.content for answer in answers] == expected
-    assert all(hits(answer) == [True] for answer in answers)
 
 
 async def test_a_task_that_is_cancelled_before_it_is_queued_leaves_nothing_behind(

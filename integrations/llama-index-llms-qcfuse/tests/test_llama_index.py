@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +13,8 @@ from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.llms import ChatMessage
 from llama_index.core.llms.mock import MockLLM
-from llama_index.core.prompts import ChatPromptTemplate
 from llama_index.core.prompts import PromptTemplate as Wording
 from llama_index.core.schema import MetadataMode, TextNode
-from pydantic import BaseModel
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
 from qcfuse_rag import LanguageModel, PromptTemplate, QCFuseError
@@ -169,12 +166,6 @@ def test_unsupported_options_of_the_synthesizer_are_refused(llm: QCFuseLLM) -> N
         QCFuseSynthesizer(llm, output_cls=Document)
 
 
-def test_a_seed_makes_sampling_repeatable(llm: QCFuseLLM) -> None:
-    other = QCFuseLLM.from_engine(llm.engine, max_new_tokens=8, temperature=1.0, seed=5)
-    with closing(other):
-        assert other.complete("Ada").text == other.complete("Ada", seed=5).text != other.complete("Ada", seed=6).text
-
-
 def test_settings_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="methd"):
         QCFuseLLM(model="anything", methd="full")  # type: ignore[call-arg]
@@ -202,23 +193,6 @@ def test_changing_the_wording_says_how(llm: QCFuseLLM) -> None:
     synthesizer = QCFuseSynthesizer(llm)
     with pytest.raises(ValueError, match="give QCFuseLLM other `rag_messages` and warm again"):
         synthesizer.update_prompts({"text_qa_template": MockLLM()})
-
-
-class Boat(BaseModel):
-    """A boat."""
-
-    afloat: bool
-    berth: Literal["north", "south"]
-
-
-async def test_structured_answers_follow_their_schema(llm: QCFuseLLM) -> None:
-    longer = llm.model_copy(update={"max_new_tokens": 60})
-    wording = ChatPromptTemplate([ChatMessage("Describe the {boat}.")])
-    boat = longer.structured_predict(Boat, wording, boat="ferry")
-    assert isinstance(boat, Boat)
-    assert await longer.astructured_predict(Boat, wording, boat="ferry") == boat
-    queries = warmed_index(llm).as_query_engine(llm=longer.as_structured_llm(Boat), similarity_top_k=3)
-    assert isinstance(queries.query(QUESTION).response, Boat)
 
 
 async def test_the_methods_that_llama_index_derives_agree(llm: QCFuseLLM) -> None:

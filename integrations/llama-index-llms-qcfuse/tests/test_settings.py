@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core.base.llms.types import ChatMessage, CitableBlock, ImageBlock, TextBlock
+from llama_index.core.base.llms.types import ChatMessage, CitableBlock, TextBlock
 from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
@@ -19,6 +19,7 @@ from llama_index.llms.qcfuse.messages import turn_of
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.errors import MisplacedSetting, NotStored
 from qcfuse_rag.integrations import SAMPLING_SETTINGS
+from tests.support.llama_index_documents import warmed_index
 from tests.support.passages import PASSAGES, QUESTION
 
 
@@ -45,11 +46,6 @@ def test_a_copy_with_another_method_loads_its_own_engine_or_raises(lm: LanguageM
         late.base = "framed"
         with pytest.raises(MisplacedSetting, match="changed after the engine was loaded"):
             late.complete("Who?")
-
-
-def test_none_means_the_default(llm: QCFuseLLM) -> None:
-    plain = llm.complete(QUESTION).text
-    assert llm.complete(QUESTION, temperature=None, max_new_tokens=None, top_p=None, stop=None).text == plain
 
 
 def test_sampling_settings_are_those_of_the_engine(llm: QCFuseLLM) -> None:
@@ -104,15 +100,11 @@ async def test_objects_follow_their_schema_when_they_are_streamed_too(llm: QCFus
     assert last.model_dump() == expected.model_dump()
     *_, last = [boat async for boat in await roomy.astream_structured_predict(Boat, ABOUT_A_BOAT, boat="ferry")]
     assert last.model_dump() == expected.model_dump()
-    messages = [ChatMessage("Is the ferry afloat?")]
-    *_, last = roomy.as_structured_llm(Boat).stream_chat(messages)
+    messages, structured = [ChatMessage("Is the ferry afloat?")], roomy.as_structured_llm(Boat)
+    *_, last = structured.stream_chat(messages)
     assert last.raw.model_dump() == expected.model_dump()
-
-
-def test_images_are_refused(llm: QCFuseLLM) -> None:
-    message = ChatMessage(blocks=[TextBlock(text="What is this?"), ImageBlock(url="https://example.org/boat.png")])
-    with pytest.raises(ValueError, match="the model reads text; leave out blocks of the type image"):
-        llm.chat([message])
+    queries = warmed_index(llm).as_query_engine(llm=structured, similarity_top_k=3)
+    assert isinstance(queries.query(QUESTION).response, Boat)
 
 
 def test_the_text_of_citable_blocks_is_read() -> None:

@@ -190,11 +190,6 @@ class ChatRequest(GenerationRequest):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def prompt_count(self) -> int:
-        """Number of prompts."""
-        return 1
-
-    @property
     def top_count(self) -> int | None:
         """How many of the likeliest tokens to report for each token."""
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -122,9 +122,9 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
     explain: bool | None = None
 
     @property
-    @abstractmethod
     def prompt_count(self) -> int:
         """Number of prompts."""
+        return 1
 
     @property
     @abstractmethod

@@ -18,6 +18,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
+    ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -35,7 +36,6 @@ from llama_index.llms.qcfuse.messages import (
     completion_response,
     logprobs_of,
     reasoning_kwargs,
-    tool_selections,
     turn_of,
 )
 from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams
@@ -223,7 +223,11 @@ class QCFuseLLM(EngineSettings, FunctionCallingLLM):
         Raises:
             ValueError: if there is none, and `error_on_no_tool_call`.
         """
-        calls = tool_selections(response)
+        calls = [
+            ToolSelection(tool_id=block.tool_call_id or "", tool_name=block.tool_name, tool_kwargs=block.tool_kwargs)
+            for block in response.message.blocks
+            if isinstance(block, ToolCallBlock)
+        ]
         if not calls and error_on_no_tool_call:
             reasons = response.additional_kwargs.get(INVALID_CALLS_KEY) or ["it is text"]
             raise ValueError(f"the answer calls no tool: {'; '.join(reasons)}: {response.message.content!r}")

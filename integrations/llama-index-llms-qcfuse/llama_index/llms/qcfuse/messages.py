@@ -16,7 +16,6 @@ from llama_index.core.base.llms.types import (
     ThinkingBlock,
     ToolCallBlock,
 )
-from llama_index.core.llms.llm import ToolSelection
 
 from qcfuse_rag import Generation
 from qcfuse_rag.integrations import ParsedResponse
@@ -96,15 +95,6 @@ def completion_response(response: ChatResponse) -> CompletionResponse:
         logprobs=response.logprobs,
         additional_kwargs=response.additional_kwargs,
     )
-
-
-def tool_selections(response: ChatResponse) -> list[ToolSelection]:
-    """Return the calls of tools in an answer."""
-    return [
-        ToolSelection(tool_id=block.tool_call_id or "", tool_name=block.tool_name, tool_kwargs=block.tool_kwargs)
-        for block in response.message.blocks
-        if isinstance(block, ToolCallBlock)
-    ]
 
 
 def logprobs_of(generation: Generation, tokenizer: Any) -> list[list[LogProb]] | None:

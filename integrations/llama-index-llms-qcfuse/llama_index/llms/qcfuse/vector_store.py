@@ -171,8 +171,10 @@ class QCFuseVectorStore(BasePydanticVectorStore):
     def _warm(self, nodes: Sequence[BaseNode]) -> None:
         warn_of_windows(nodes, self.target_metadata_key)
         passages = [passage_of(node, self.target_metadata_key) for node in nodes]
-        options: dict[str, Any] = {"access_key": self.access_key, "show_progress": self.show_progress}
-        warn_not_stored(warm_passages(self.llm.engine, passages, replace=False, **options))
+        summary = warm_passages(
+            self.llm.engine, passages, access_key=self.access_key, show_progress=self.show_progress, replace=False
+        )
+        warn_not_stored(summary)
 
     def _forget_nodes(self, nodes: Sequence[BaseNode]) -> None:
         engine, bases = self.llm.engine, [find_base(name) for name in all_bases()]
