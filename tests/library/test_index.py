@@ -77,7 +77,7 @@ def test_an_index_names_no_files_but_its_own(tmp_path: Path, token: object) -> N
     OLD.save(folder)
     [own] = folder.glob("*.npy")
     (folder / METADATA).write_text(json.dumps({"embedder": "M", "files": token}))
-    with pytest.raises(QCFuseError, match="cannot read" if token else "no passages in"):
+    with pytest.raises(QCFuseError, match="cannot read"):
         PassageIndex.load(folder)
     assert own.exists()
 
