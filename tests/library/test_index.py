@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library import index as module
 from qcfuse_rag.library.documents import vanished_files
-from qcfuse_rag.library.index import IndexedPassage, PassageIndex, RetrievalLog
+from qcfuse_rag.library.index import METADATA, IndexedPassage, PassageIndex, RetrievalLog
 
 OLD = PassageIndex("M", [IndexedPassage("a", "old")], np.zeros((1, 2), np.float32))
 NEW = PassageIndex("M", [IndexedPassage("a", "new")], np.ones((1, 2), np.float32))
