@@ -212,14 +212,15 @@ def forget(
     folder: Folder, source: Document, tenant: Tenant = None, remote: RemoteUrl = None, as_json: Json = False
 ) -> None:
     """Remove a document: its passages from the library, and its chunks from every tier unless shared."""
-    from qcfuse_rag.library.folder import existing_store_folder, forget_passages, library_of, open_store_and_sources
+    from qcfuse_rag.library.folder import existing_store_folder, index_folder, library_of, open_store_and_sources
+    from qcfuse_rag.library.index import forget_passages
     from qcfuse_rag.library.jobs import forget_source, job_lock
 
     folder = library_of(folder)
     # A running warming job would save the passages again that it loaded at its start.
     lock = job_lock(folder) if existing_store_folder(folder) != folder else nullcontext()
     with lock, open_store_and_sources(folder, tenant=tenant, remote=remote) as (store, documents):
-        passages = forget_passages(folder, store, source)
+        passages = forget_passages(index_folder(folder, store), source)
         if not passages:
             _require_document(documents, source)
         removed, waiting = documents.forget(source), documents.garbage.count()

@@ -6,8 +6,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import Closed, QCFuseError, StoreError
 from qcfuse_rag.ingestion.warm_job import Progress
-from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex
+from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, forget_passages
 from qcfuse_rag.library.readers import TextSplitting, is_markdown
 from qcfuse_rag.library.retriever import QUERY_CHARACTERS, RetrievedPassage, Retriever
 
@@ -84,11 +84,10 @@ class ServedLibrary(Retriever):
         embedder: name of the embedding model that the index was made with.
         editable: whether clients may add and remove documents.
         changing: returns a context in which no other job changes the library; raises `Busy` if another job does.
-        on_forget: called with the name of each document that was removed.
 
     Attributes:
-        forget_listeners: `on_forget` and further functions that are called like it; they may return a number of
-            passages that waited to be warmed.
+        forget_listeners: called with the name of each document that was removed; they may return a number of passages
+            that waited to be warmed.
 
     Raises:
         QCFuseError: if there is no index, or it cannot be read.
@@ -104,13 +103,12 @@ class ServedLibrary(Retriever):
         embedder: str = DEFAULT_EMBEDDER,
         editable: bool = True,
         changing: Callable[[], AbstractContextManager[None]] = nullcontext,
-        on_forget: Callable[[str], object] = lambda _: None,
     ) -> None:
         super().__init__(folder, embedder)
         self.editable = editable
         self._folder, self._engine, self._count = folder, engine, count
         self._changing, self._closed = changing, threading.Event()
-        self.forget_listeners: list[Callable[[str], object]] = [on_forget]
+        self.forget_listeners: list[Callable[[str], int | None]] = []
         self._splitting = TextSplitting(engine.lm.tokenizer, PASSAGE_TOKENS) if editable else None
         self._retrieving = threading.Lock()  # tokenizers cannot be used by two threads at once
 
@@ -183,7 +181,9 @@ class ServedLibrary(Retriever):
             self._require_open()
             index = PassageIndex.load(self._folder, self._index.embedder)
             index.replace(passages, vectors)
-            self._replace_index(index)
+            with _writing():
+                index.save(self._folder)
+                self._log.keep_only(passage.text for passage in index.passages)
             summary = self._engine.warm(
                 texts,
                 sources=[name for name, document in passages.items() for _ in document],
@@ -199,22 +199,17 @@ class ServedLibrary(Retriever):
             Busy: if another job changes the library.
             StoreError: if the store or the library cannot be written.
         """
-        waiting = 0
         with self._changing():
             [source] = self._sources_of([source])
             caches = self._engine.forget(source)
-            index = PassageIndex.load(self._folder)
-            before = len(index.passages)
-            index.remove({source})
             try:
-                if len(index.passages) < before:
-                    self._replace_index(index)
-                    caches += self._engine.forget(source)  # what a request brought back that found it in the old index
+                with _writing():
+                    passages = forget_passages(self._folder, source)
+                if passages:  # a request may have brought back what it found in the old index
+                    caches += self._engine.forget(source)
             finally:
-                for listener in self.forget_listeners:
-                    dropped = listener(source)
-                    waiting += dropped if isinstance(dropped, int) else 0
-        return {"caches": caches, "passages": before - len(index.passages), "waiting": waiting}
+                waiting = sum(listener(source) or 0 for listener in self.forget_listeners)
+        return {"caches": caches, "passages": passages, "waiting": waiting}
 
     def close(self) -> None:
         """End adding documents at the next batch; what is warm by then stays."""
@@ -232,11 +227,10 @@ class ServedLibrary(Retriever):
         known = {source for found in sources.values() for source in found}
         return [name if name in known or len(sources.get(name, ())) != 1 else sources[name][0] for name in names]
 
-    def _replace_index(self, index: PassageIndex) -> None:
-        try:
-            index.save(self._folder)
-            with self._retrieving:
-                self._index = index
-            self._log.keep_only(passage.text for passage in index.passages)
-        except OSError as error:
-            raise StoreError(f"the library cannot be written: {error.strerror}") from error
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"the library cannot be written: {error.strerror}") from error

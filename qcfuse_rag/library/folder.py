@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.library.index import INDEX_FILE, PassageIndex, RetrievalLog
+from qcfuse_rag.library.index import INDEX_FILE
 from qcfuse_rag.library.jobs import RECORD_NAME
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk import DiskStore, read_settings
@@ -115,20 +115,6 @@ def refuse_store(folder: Path) -> None:
 def index_folder(library: Path, store: KVStore | None = None) -> Path:
     """Return the folder of a library's passages; each tenant has its own folder."""
     return library / (INDEX_FOLDER if store is None or not store.prefix else f"{INDEX_FOLDER}-{store.prefix[:-1]}")
-
-
-def forget_passages(library: Path, store: KVStore, source: str) -> int:
-    """Remove a document from a library's passage index; return the number of passages removed."""
-    folder = index_folder(library, store)
-    if not folder.is_dir():
-        return 0
-    index = PassageIndex.load(folder)
-    count = len(index.passages)
-    index.remove({source})
-    if len(index.passages) < count:
-        index.save(folder)
-    RetrievalLog(folder).keep_only(passage.text for passage in index.passages)
-    return count - len(index.passages)
 
 
 def text_folders(library: Path) -> list[Path]:

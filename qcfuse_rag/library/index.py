@@ -274,3 +274,20 @@ class RetrievalLog:
             if isinstance(retrieval, list) and all(isinstance(name, str) for name in retrieval):
                 retrievals.append(retrieval)
         return retrievals
+
+
+def forget_passages(folder: Path, source: str) -> int:
+    """Remove a document from the index in a folder, if there is one, and return the number of its passages.
+
+    Raises:
+        OSError: if the index or the log cannot be written.
+    """
+    if not folder.is_dir():
+        return 0
+    index = PassageIndex.load(folder)
+    count = len(index.passages)
+    index.remove({source})
+    if len(index.passages) < count:
+        index.save(folder)
+    RetrievalLog(folder).keep_only(passage.text for passage in index.passages)
+    return count - len(index.passages)

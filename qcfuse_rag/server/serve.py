@@ -143,15 +143,16 @@ def _close(library: ServedLibrary, backend: EngineBackend) -> None:
 
 def _served_library(engine: FusionEngine, folder: Path, settings: ServerSettings) -> ServedLibrary:
     library = library_of(folder)
-    return ServedLibrary(
+    served = ServedLibrary(
         index_folder(library),
         engine,
         count=settings.top_k,
         embedder=embedder_name(settings.embedder),
         editable=settings.editable,
         changing=partial(job_lock, library),
-        on_forget=partial(forget_source, library),
     )
+    served.forget_listeners.append(partial(forget_source, library))
+    return served
 
 
 def _metrics(engine: FusionEngine) -> Callable[[], bytes] | None:

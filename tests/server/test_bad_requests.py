@@ -9,18 +9,16 @@ from typing import Any
 import httpx
 import pytest
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag import FusionEngine, MemoryStore
 from tests.support.engines import make_engine
-from tests.support.families import build_model, build_tokenizer
-from tests.support.passages import PASSAGES, QUESTION
+from tests.support.passages import PASSAGES
 from tests.support.serving import ASKED, JSON, ask, error, post
-from tests.support.tool_templates import LOOK_UP, teach
+from tests.support.tool_templates import LOOK_UP, tool_model
 
 
 @pytest.fixture(scope="module")
 def engine() -> FusionEngine:
-    tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), "hermes")
-    return make_engine(LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer), MemoryStore())
+    return make_engine(tool_model(), MemoryStore())
 
 
 @pytest.fixture

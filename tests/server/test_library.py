@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +20,7 @@ from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.errors import Busy, Closed, StoreError
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.library.embedder import Embedder
-from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
+from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, RetrievalLog, embedder_source
 from qcfuse_rag.library.readers import is_markdown
 from qcfuse_rag.library.retriever import Retriever
 from qcfuse_rag.server import documents as document_jobs
@@ -34,11 +31,11 @@ from qcfuse_rag.server.documents import Jobs, progress_stream
 from qcfuse_rag.server.idle_warming import IdleWarming
 from qcfuse_rag.store.factory import open_store
 from tests.support.cli import Run
-from tests.support.engines import METHOD_OPTIONS, make_engine
+from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.library import HARBOUR, stored
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import JSON, ask, chunks_of, client, error, free_port, serving, until
+from tests.support.serving import JSON, ask, chunks_of, client, error, run_server, serving, until
 
 NAMES = ["ferry.md", "hull.md", "mill.md"]
 
@@ -353,10 +350,10 @@ async def test_a_removed_document_is_gone_and_others_stay(
 async def test_a_log_that_cannot_be_written_leaves_the_index_that_is_on_disk(
     http: httpx.AsyncClient, library: ServedLibrary, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(texts: object) -> None:
+    def full(self: RetrievalLog, texts: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(library._log, "keep_only", full)
+    monkeypatch.setattr(RetrievalLog, "keep_only", full)
     response = await http.delete("/v1/documents/mill.md")
     assert (response.status_code, "cannot be written" in error(response)) == (500, True)
     assert "mill.md" not in library.index.by_source()
@@ -594,46 +591,25 @@ def test_the_command_serves_what_it_warmed(run: Run, model_folder: str, corpus_f
     run.json("warm", "run", corpus_file, "--store", library, "--model", model_folder, "--device", "cpu")
     with open_store(library / "kv") as store:
         before = sum(entry.uses or 0.0 for entry in store.entries())
-    port = free_port()
-    program = "from qcfuse_rag.cli.app import main; main()"
-    options = [
-        "--store",
-        library,
-        "--device",
-        "cpu",
-        "--port",
-        port,
-        "--retrieve",
-        "--editable",
-        "--keep",
-        *METHOD_OPTIONS,
-    ]
-    with subprocess.Popen(
-        [sys.executable, "-c", program, "serve", *map(str, options)], stderr=subprocess.PIPE
-    ) as server:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-            asked = {"messages": [{"role": "user", "content": "Where does the harbour master live?"}], "max_tokens": 2}
-            for _ in range(600):
-                with suppress(httpx.ConnectError):
-                    found = http.post("/v1/chat/completions", json=asked).json()["documents"]
-                    break
-                assert server.poll() is None, server.communicate()[1]
-                time.sleep(0.1)
-            assert {document["source"] for document in found} == {str(corpus_file)}
-            assert http.get("/v1/models", headers={"Host": f"page.example:{port}"}).status_code == 421
-            new = {"source": "new.md", "text": HARBOUR}
-            assert http.post("/v1/documents", json={"documents": [new]}).json()["passages"] == 1
-            found = http.post("/v1/chat/completions", json=asked).json()["documents"]
-            assert found[0]["source"] == "new.md"
-            assert http.delete("/v1/documents/new.md").json()["passages"] == 1
-            long = json.dumps({"documents": [{"source": "long.md", "text": f"{HARBOUR} " * 40_000}], "stream": True})
-            with (
-                suppress(httpx.ReadTimeout),
-                http.stream("POST", "/v1/documents", content=long, headers=JSON, timeout=1),
-            ):
-                time.sleep(1)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(10) == 0
+    with (
+        run_server(library, "--retrieve", "--editable", "--keep") as address,
+        httpx.Client(base_url=address, timeout=60) as http,
+    ):
+        asked = {"messages": [{"role": "user", "content": "Where does the harbour master live?"}], "max_tokens": 2}
+        found = http.post("/v1/chat/completions", json=asked).json()["documents"]
+        assert {document["source"] for document in found} == {str(corpus_file)}
+        assert http.get("/v1/models", headers={"Host": "page.example"}).status_code == 421
+        new = {"source": "new.md", "text": HARBOUR}
+        assert http.post("/v1/documents", json={"documents": [new]}).json()["passages"] == 1
+        found = http.post("/v1/chat/completions", json=asked).json()["documents"]
+        assert found[0]["source"] == "new.md"
+        assert http.delete("/v1/documents/new.md").json()["passages"] == 1
+        long = json.dumps({"documents": [{"source": "long.md", "text": f"{HARBOUR} " * 40_000}], "stream": True})
+        with (
+            suppress(httpx.ReadTimeout),
+            http.stream("POST", "/v1/documents", content=long, headers=JSON, timeout=1),
+        ):
+            time.sleep(1)
     with open_store(library / "kv") as store:
         assert sum(entry.uses or 0.0 for entry in store.entries()) > before
 

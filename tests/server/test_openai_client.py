@@ -16,10 +16,9 @@ from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Piece
 from tests.support import serving
 from tests.support.engines import make_engine
-from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.serving import ask, post
-from tests.support.tool_templates import LOOK_UP, teach
+from tests.support.tool_templates import LOOK_UP, tool_model
 
 openai = pytest.importorskip("openai")
 
@@ -29,8 +28,7 @@ TEXT = f"{PASSAGES[0]}\n\n{PASSAGES[1]}\n\n{QUESTION}"
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
-    tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), "hermes")
-    return LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), tokenizer)
+    return tool_model()
 
 
 @pytest.fixture

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +13,9 @@ from typing import Any
 import pytest
 
 from tests.monitoring.test_explain import WCAG_AA, contrast
-from tests.support.engines import METHOD_OPTIONS
 from tests.support.library import HARBOUR
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.serving import free_port
+from tests.support.serving import QCFUSE, run_server
 
 CHROMIUM = shutil.which("chromium")
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -32,7 +26,6 @@ pytestmark = [
     pytest.mark.enable_socket,
 ]
 
-PROGRAM = "from qcfuse_rag.cli.app import main; main()"
 TOKEN = "right"
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
@@ -57,25 +50,6 @@ SHOWN_COLOURS = """() => {
 """Returns colour, background and beginning of every text that is shown."""
 
 
-@contextmanager
-def serving(library: Path, *options: str, **variables: str) -> Iterator[str]:
-    """Serve a library with `qcfuse serve`; yield the address of its page."""
-    port = free_port()
-    command = ["serve", "--store", str(library), "--device", "cpu", "--port", str(port), *METHOD_OPTIONS, *options]
-    environment = {**os.environ, **variables}
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, *command], env=environment) as server:
-        for _ in range(1200):
-            assert server.poll() is None
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz").close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}/"
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-
-
 @pytest.fixture(scope="module")
 def library(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("playground")
@@ -84,21 +58,21 @@ def library(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path
     for name, text in zip(("ferry.md", "hull.md", "mill.md"), PASSAGES, strict=True):
         (documents / name).write_text(text)
     command = ["warm", "run", documents, "--store", folder / "library", "--model", model_folder, "--device", "cpu"]
-    subprocess.run([sys.executable, "-c", PROGRAM, *map(str, command)], check=True, capture_output=True)
+    subprocess.run([*QCFUSE, *map(str, command)], check=True, capture_output=True)
     return folder / "library"
 
 
 @pytest.fixture(scope="module")
 def address(library: Path) -> Iterator[str]:
     """Return the page of a server that keeps no finished requests, so that every answer is computed anew."""
-    with serving(library, "--editable", "--prefix-mb", "0") as address:
+    with run_server(library, "--editable", "--prefix-mb", "0") as address:
         yield address
 
 
 @pytest.fixture(scope="module")
 def guarded_address(library: Path) -> Iterator[str]:
     """Return the page of a server with a token, whose documents cannot be changed."""
-    with serving(library, QCFUSE_TOKEN=TOKEN) as address:
+    with run_server(library, QCFUSE_TOKEN=TOKEN) as address:
         yield address
 
 

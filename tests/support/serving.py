@@ -1,13 +1,19 @@
-"""Ask an endpoint in this process, and find a port for an endpoint in another."""
+"""Ask an endpoint in this process, or run one in another."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,8 +23,10 @@ from qcfuse_rag import FusionEngine
 from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
+from tests.support.engines import METHOD_OPTIONS
 from tests.support.passages import PASSAGES, QUESTION
 
+QCFUSE = (sys.executable, "-c", "from qcfuse_rag.cli.app import main; main()")
 JSON = {"content-type": "application/json"}
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 12}
 
@@ -29,6 +37,24 @@ def free_port() -> int:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
         return port
+
+
+@contextmanager
+def run_server(library: Path, *options: str, **variables: str) -> Iterator[str]:
+    """Run `qcfuse serve` over a library with the tests' method, then end it by SIGTERM; yield its address."""
+    address = f"http://127.0.0.1:{(port := free_port())}/"
+    command = [*QCFUSE, "serve", "--store", str(library), "--device", "cpu", "--port", str(port), *METHOD_OPTIONS]
+    with subprocess.Popen([*command, *options], env={**os.environ, **variables}) as server:
+        for _ in range(1200):
+            assert server.poll() is None
+            try:
+                urllib.request.urlopen(f"{address}healthz").close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield address
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
 
 
 @asynccontextmanager

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerFast
 
+from qcfuse_rag import LanguageModel
+from tests.support.families import build_model, build_tokenizer
+from tests.support.passages import PASSAGES, QUESTION
+
 HEAD = (
     "{{- bos_token }}"
     "{%- if tools %}<system>You may call:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}"
@@ -51,3 +55,9 @@ def teach(tokenizer: PreTrainedTokenizerFast, way: str) -> PreTrainedTokenizerFa
     """Give a tokenizer a template that shows tools, and the special tokens it has; the model need not be wider."""
     tokenizer.chat_template = TEMPLATES[way]
     return tokenizer
+
+
+def tool_model(way: str = "hermes", *, window: int = 4096) -> LanguageModel:
+    """Return a tiny model whose chat template shows tools."""
+    tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), way)
+    return LanguageModel.wrap(build_model("llama", max_position_embeddings=window), tokenizer)

@@ -21,9 +21,8 @@ from langchain_qcfuse import ChatQCFuse
 from langchain_qcfuse.middleware import QCFuseMiddleware
 from qcfuse_rag import LanguageModel, make_method, open_store
 from tests.support.engines import make_engine
-from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES
-from tests.support.tool_templates import teach
+from tests.support.tool_templates import teach, tool_model
 
 TURNS = 10
 CALL_TOKENS, ANSWER_TOKENS = 60, 6
@@ -102,10 +101,7 @@ def converse(lm: LanguageModel, turns: int, checked: Collection[int], folder: Pa
 
 @pytest.mark.slow
 def test_every_call_reuses_the_calls_before(tmp_path: Path) -> None:
-    tokenizer = teach(build_tokenizer(lambda: PASSAGES), "hermes")
-    converse(
-        LanguageModel.wrap(build_model("llama", max_position_embeddings=8192), tokenizer), TURNS, range(TURNS), tmp_path
-    )
+    converse(tool_model(window=8192), TURNS, range(TURNS), tmp_path)
 
 
 @pytest.mark.real

@@ -19,12 +19,11 @@ from pydantic import BaseModel, Field
 
 from langchain_qcfuse import ChatQCFuse, QCFuseVectorStore
 from langchain_qcfuse.middleware import QCFuseMiddleware
-from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError
+from qcfuse_rag import MemoryStore, QCFuseError
 from tests.support.engines import make_engine
-from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.thinking import thinking_model
-from tests.support.tool_templates import LOOK_UP, teach
+from tests.support.tool_templates import LOOK_UP, tool_model
 
 REPORT = "The tug Bellweather burned on the ninth of May, and nobody was hurt, because her crew was ashore to vote."
 DOCUMENTS = [Document(page_content=text) for text in PASSAGES]
@@ -51,9 +50,7 @@ def search_harbour(dry: bool) -> str:
 
 @pytest.fixture
 def chat() -> ChatQCFuse:
-    tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), "hermes")
-    lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer)
-    return ChatQCFuse.from_engine(make_engine(lm, MemoryStore()), max_tokens=120)
+    return ChatQCFuse.from_engine(make_engine(tool_model(), MemoryStore()), max_tokens=120)
 
 
 def reused(message: Any) -> int:

@@ -27,7 +27,7 @@ from tests.support.families import build_model, build_tokenizer
 from tests.support.llama_index_documents import warmed_index
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.thinking import answer_in_turn
-from tests.support.tool_templates import teach
+from tests.support.tool_templates import tool_model
 
 
 class Boat(BaseModel):
@@ -57,9 +57,7 @@ TUG, FERRY = call("look_up", boat="tug"), call("look_up", boat="ferry")
 
 @pytest.fixture
 def llm() -> Iterator[QCFuseLLM]:
-    tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), "hermes")
-    lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=8192), tokenizer)
-    with make_engine(lm, MemoryStore(), prefix_bytes=1 << 30) as engine:
+    with make_engine(tool_model(window=8192), MemoryStore(), prefix_bytes=1 << 30) as engine:
         llm = QCFuseLLM.from_engine(engine, max_new_tokens=200)
         yield llm
         llm.close()
