@@ -90,9 +90,8 @@ class EngineSettings(DeclaredSettings):  # type: ignore[misc] # a class that pyd
 
     def close(self) -> None:
         """Cancel running requests and free the model, unless it came from `from_engine`."""
-        handle: EngineHandle | None = getattr(self, self.HANDLE)
-        if handle is not None:
-            handle.close()
+        handle: EngineHandle = getattr(self, self.HANDLE)
+        handle.close()
 
     def sampling_params(
         self, call: Mapping[str, Any], *, max_new_tokens: int, stop: str | Sequence[str]
@@ -139,8 +138,7 @@ class EngineSettings(DeclaredSettings):  # type: ignore[misc] # a class that pyd
 
         A setting that was changed after the engine was loaded, in this object or in a copy, is a MisplacedSetting.
         """
-        handle: EngineHandle | None = getattr(self, self.HANDLE)
-        config = self._config()
-        handle = EngineHandle.lazy(config) if handle is None else handle.for_config(config)
+        handle: EngineHandle = getattr(self, self.HANDLE)
+        handle = handle.for_config(self._config())
         setattr(self, self.HANDLE, handle)
         return handle

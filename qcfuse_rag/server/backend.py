@@ -215,10 +215,9 @@ class EngineBackend:
         """Return one of the prompts of a request, and how to sample its answers; fill in `passages`."""
         if self._idle_warming is not None and number == 0:
             passages.generation = self._idle_warming.generation()
-        response_format = request.to_response_format()
         if isinstance(request, ChatRequest):
             self._find_passages(request, passages)
-        prompt = request.make_prompt(engine, passages.texts, number)
+        prompt, response_format = request.make_prompt(engine, passages.texts, number)
         passages.response_format = response_format
         return prompt, sampling if response_format is None else response_format.sampling(sampling, engine.lm.tokenizer)
 

@@ -84,7 +84,7 @@ def test_a_request_to_the_server_reads_what_was_warmed_from_the_same_file(
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     request = ChatRequest.model_validate({"messages": messages, "tools": tools})
     with open_library_store(library) as store, FusionEngine.load(agent_model, store=store) as engine:
-        prefix = request.make_prompt(engine, None).segments[0]
+        prefix = request.make_prompt(engine, None)[0].segments[0]
     assert prefix.role is Role.SYSTEM_PREFIX
     assert "look_up" in prefix.text
     assert "moor" in prefix.text

@@ -17,12 +17,12 @@ from pydantic_core import PydanticCustomError
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import InvalidSetting
 from qcfuse_rag.generation.response_format import ResponseFormat
-from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.server.protocol.generation_request import (
     MAX_DOCUMENTS,
     MAX_TOP_LOGPROBS,
     FailFastList,
     GenerationRequest,
+    PromptAndFormat,
     refuse_more,
 )
 
@@ -178,12 +178,6 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise InvalidSetting("top_logprobs needs logprobs to be true", "top_logprobs")
 
-    def to_response_format(self) -> ResponseFormat:
-        """Return the response format, see `GenerationRequest`."""
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        several_calls = self.parallel_tool_calls is not False
-        return ResponseFormat(tools, self.tool_choice, self.response_format, several_calls)
-
     @property
     def token_limit(self) -> int | None:
         """Length limit of an answer; None if the request sets none."""
@@ -221,13 +215,16 @@ class ChatRequest(GenerationRequest):
             for text in delimited_passages(message.text)
         ]
 
-    def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> Prompt:
-        """Return the prompt; passages come before the last user message."""
+    def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> PromptAndFormat:
+        """Return the prompt, with passages before the last user message."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        several_calls = self.parallel_tool_calls is not False
+        response_format = ResponseFormat(tools, self.tool_choice, self.response_format, several_calls)
         if passages is not None:
             _ = self.questions  # raises if there is none
         turns = [message.turn() for message in self.messages]
         kwargs = self._template_kwargs(engine.prompts.chat_template.variables)
-        return engine.chat_prompt(turns, self.to_response_format(), passages, chat_template_kwargs=kwargs)
+        return engine.chat_prompt(turns, response_format, passages, chat_template_kwargs=kwargs), response_format
 
     def _template_kwargs(self, variables: frozenset[str]) -> dict[str, Any]:
         """Return the variables that the request sets, of those that the model's chat template reads.

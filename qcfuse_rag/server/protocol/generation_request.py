@@ -23,6 +23,9 @@ T = TypeVar("T")
 FailFastList = Annotated[list[T], Field(fail_fast=True)]
 """A list of which only the first error is reported: a report on each of its elements takes longer than parsing."""
 
+PromptAndFormat = tuple[Prompt, ResponseFormat | None]
+"""A prompt, and the format of its answers; None if they are text as it was decoded."""
+
 MAX_ANSWERS = 8
 """Most answers of a request."""
 
@@ -132,7 +135,7 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
         """How many of the likeliest tokens to report for each token, see `SamplingParams.logprobs`."""
 
     @abstractmethod
-    def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> Prompt:
+    def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> PromptAndFormat:
         """Return one of the prompts, with these passages; None finds warmed passages in its text.
 
         Raises:
@@ -140,10 +143,6 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
             InvalidTemplate: if the model's chat template rejects the messages, shows no tools or reads no variable of
                 the request.
         """
-
-    def to_response_format(self) -> ResponseFormat | None:
-        """Return the response format; None if the answer is text as it was decoded."""
-        return None
 
     @property
     def answer_count(self) -> int:
@@ -254,6 +253,6 @@ class CompletionRequest(GenerationRequest):
         """How many of the likeliest tokens to report for each token."""
         return self.logprobs
 
-    def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> Prompt:
+    def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> PromptAndFormat:
         """Return the prompt of a text; warmed passages are found in it."""
-        return engine.prompt_from_text(self.texts[number])
+        return engine.prompt_from_text(self.texts[number]), None
