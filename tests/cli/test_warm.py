@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from qcfuse_rag.library.folder import KV_FOLDER
 from qcfuse_rag.library.index import PassageIndex
 from qcfuse_rag.library.jobs import RECORD_NAME, job_lock
 from qcfuse_rag.library.readers import NO_TEXT
-from qcfuse_rag.methods.captures.slots import context_of
+from qcfuse_rag.store.documents.sources import Sources
 from tests.support.cli import Run
 from tests.support.engines import METHOD_OPTIONS
 from tests.support.passages import PASSAGES
@@ -313,23 +314,13 @@ def test_enriched_passages_are_warmed_from_the_indexs_neighbours(
     assert (report["method"], report["base"], report["fallback"]) == ("fusionrag", "enriched", None)
 
 
-@pytest.mark.slow
-def test_documents_with_a_tag_shape_only_what_their_readers_read(
-    run: Run, documents: Path, model_folder: str, tmp_path: Path
-) -> None:
-    secret, store = tmp_path / "secret.txt", tmp_path / "s"
-    secret.write_text("The key of the old mill is hidden under the green hull.")
-    about = ("--store", store, "--model", model_folder, "--device", "cpu", "--base", "enriched")
-    run.json("warm", "run", secret, *about, "--access", "board")
-    run.json("warm", "run", documents, *about)
-    with DiskStore(store / KV_FOLDER) as kept:
+def test_a_tag_says_who_may_read_documents(run: Run, corpus_file: Path, model_folder: str, tmp_path: Path) -> None:
+    options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", *FRAMED)
+    run.json("warm", "run", corpus_file, *options, "--access", "board")
+    with DiskStore(tmp_path / "s" / KV_FOLDER) as kept, closing(Sources(kept)) as sources:
         opened = [kept.open(entry.address) for entry in kept.entries()]
-    kept_entries = [entry for entry in opened if isinstance(entry, tuple)]
-    enriched = {key.ids: context_of(chunk) for key, chunk in kept_entries if key.base == "enriched"}
-    met = [context for context in enriched.values() if context]
-    assert len(enriched) == 4
-    assert len(met) == 4, "each has met the documents all may read"
-    assert sum(len(context) for context in met) == 3 * 2 + 3, "and only the board's has met three"
+        readers = [sources.readers(entry[0]) for entry in opened if isinstance(entry, tuple)]
+    assert (len(readers), readers.count({"board"})) == (2, 1), "the passage, and the system prefix, which all have"
 
 
 def test_a_plan_for_a_format_that_there_is_not_is_refused(

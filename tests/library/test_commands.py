@@ -145,20 +145,6 @@ def test_an_answer_in_json_names_its_documents_once_with_their_scores(run: Run, 
     assert -1 <= document["score"] <= 1
 
 
-@pytest.mark.slow
-def test_passages_have_the_heading_that_they_stand_under_as_title(run: Run, model_folder: str, tmp_path: Path) -> None:
-    text = "\n\n".join(["# Harbour", "Boats. " * 30, "## Paint", "Ann keeps it. " * 30, "Only on Mondays. " * 30])
-    (tmp_path / "d.md").write_text(text)
-    options = ("--store", tmp_path / "s", "--device", "cpu")
-    run.json("warm", "run", tmp_path / "d.md", *options, "--model", model_folder, "--max-tokens", 64)
-    documents = run.json("ask", "When on Mondays?", *options, *QUICK, "--top-k", 20)["documents"]
-    titles = {document["text"].split()[-1]: document["title"] for document in documents}
-    assert titles["Boats."] == "Harbour"
-    assert titles["Mondays."] == "Paint"
-    scores = [document["score"] for document in documents]
-    assert scores == sorted(scores, reverse=True)
-
-
 def test_wiping_removes_the_settings(run: Run, library: Path) -> None:
     assert "model" in json.loads((library / "library.json").read_text())
     run.json("store", "wipe", "--store", library, "--yes")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag.library.embedder import Embedder
-from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
-from qcfuse_rag.library.retriever import QUERY_CHARACTERS, Retriever
+from qcfuse_rag.library.index import DEFAULT_EMBEDDER, IndexedPassage, PassageIndex, embedder_source
+from qcfuse_rag.library.retriever import QUERY_CHARACTERS, Retriever, _title
 
 TEXTS = {
     "harbour.md": "A remote that does not answer is not asked again for 30 seconds.",
@@ -100,3 +100,10 @@ def test_copies_count_once_and_are_all_named(embed: Embedder, tmp_path: Path) ->
         assert len({" ".join(passage.text.split()) for passage in passages}) == 4
     [best] = found.retrieve(f"# Trips {ferry}", 1)
     assert found.places([best]) == ["copy0.md (Trips)", "copy1.md", "copy2.md", "unix.md"]
+
+
+def test_a_title_is_the_last_heading_up_to_the_passage_in_its_document() -> None:
+    texts = ["# Harbour\n\nBoats.", "More boats.", "## Paint\n\nAnn keeps it.", "Only on Mondays."]
+    passages = [*(IndexedPassage("d.md", text) for text in texts), IndexedPassage("e.md", "Another document.")]
+    titles = [_title(passages, row) for row in range(len(passages))]
+    assert titles == ["Harbour", "Harbour", "Paint", "Paint", None]
