@@ -6,6 +6,10 @@ import dataclasses
 import io
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from qcfuse_rag.library.retriever import Retriever
 from qcfuse_rag.server import documents as document_jobs
 from qcfuse_rag.server import idle_warming
 from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.auth_middleware import RequestLimits
 from qcfuse_rag.server.backend import CLIENTS, EngineBackend
 from qcfuse_rag.server.documents import Jobs, progress_stream
 from qcfuse_rag.server.idle_warming import IdleWarming
