@@ -88,10 +88,6 @@ class ServedLibrary(Retriever):
     Attributes:
         forget_listeners: called with the name of each document that was removed; they may return a number of passages
             that waited to be warmed.
-
-    Raises:
-        QCFuseError: if there is no index, or it cannot be read.
-        ModelNotFound: if the index's embedding model cannot be loaded.
     """
 
     def __init__(

@@ -158,11 +158,7 @@ def is_markdown(name: str) -> bool:
 
 
 class TextSplitting:
-    """Split text at its own structure, in time proportional to its length.
-
-    Args:
-        tokenizer: measures passages.
-        max_tokens: most tokens of a passage.
+    """Split text at its own structure into passages of at most `max_tokens`, in time proportional to its length.
 
     Raises:
         QCFuseError: if semantic-text-splitter is not installed.

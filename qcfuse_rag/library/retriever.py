@@ -67,12 +67,7 @@ class Retriever:
         """Return the `count` passages nearest to a question, best first.
 
         A follow-up such as "and for how long?" may not say what it is about. So the search uses both the question and
-        the question after the earlier one; a passage counts by the nearer of the two.
-
-        Args:
-            question: the question.
-            count: number of passages.
-            after: the earlier question of a conversation; None for a question by itself.
+        the question after the earlier one, `after`; a passage counts by the nearer of the two.
         """
         queries = [question] if after is None else [question, f"{after} {question}"]
         vectors = self._embed([query[:QUERY_CHARACTERS] for query in queries])
