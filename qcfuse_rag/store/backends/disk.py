@@ -186,8 +186,6 @@ class DiskStore(EntryStore):
     ) -> None:
         super().__init__(cipher)
         self.folder: Path = Path(folder).expanduser()
-        if os.path.expandvars(self.folder.absolute()) != str(self.folder.absolute()):  # diskcache would replace them
-            raise StoreError(f"the path {folder} contains environment variables; write their values instead")
         self.files = StoreFiles(self.folder)
         self.notes: list[str] = []
         self._problems: dict[str, str] = {}  # why its folder or its index cannot be written

@@ -85,6 +85,16 @@ class Record:
         return record
 
 
+class LiteralPath(str):
+    """An absolute path that diskcache takes as it is; in others it replaces the names of environment variables."""
+
+    def __str__(self) -> str:
+        return self
+
+    def __contains__(self, part: object) -> bool:  # by "$" `os.path.expandvars` knows that there is a name to replace
+        return part != "$" and isinstance(part, str) and super().__contains__(part)
+
+
 class TextDisk(diskcache.Disk):  # type: ignore[misc]
     """Serialisation for diskcache with text as keys and records as values, and nothing else."""
 
@@ -135,7 +145,7 @@ class Index:
         # diskcache itself must not evict: its limit holds only afterwards. Nothing is mapped into memory: a disk error
         # there is a signal that ends the process.
         options = {"eviction_policy": "none", "cull_limit": 0, "sqlite_mmap_size": 0, "sqlite_secure_delete": 1}
-        self._opened = diskcache.Cache(folder.absolute(), disk=TextDisk, **options)
+        self._opened = diskcache.Cache(LiteralPath(folder.absolute()), disk=TextDisk, **options)
         self.file_number = inode(folder)
         if (damage := self._rows("PRAGMA quick_check(1)")[0][0]) != "ok":
             raise CorruptEntry(damage)
