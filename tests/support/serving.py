@@ -54,7 +54,7 @@ def run_server(library: Path, *options: str, **variables: str) -> Iterator[str]:
                 time.sleep(0.1)
         yield address
         server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
+        assert server.wait(15) == 0
 
 
 @asynccontextmanager
