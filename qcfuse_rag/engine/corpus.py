@@ -133,13 +133,16 @@ class Corpus:
         for source, keys in owned.items():
             self.open_sources().confirm(source, keys, replace=given.replace)
         left = {source: self.open_sources().addresses(source) for source in owned}
-        confirmed = [
-            (text, chunk, source is not None)
-            for text, chunk, source in zip(texts, chunks, sources_of, strict=True)
-            if source is None or all(self._store.address(key) in left[source] for key in self.keys(chunk, bases))
-        ]
-        if bases:
-            self._note_signatures(confirmed, bases[0], warmed=summary.warmed > 0)
+        passages = []
+        for text, chunk, source in zip(texts, chunks, sources_of, strict=True):
+            keys = self.keys(chunk, bases)
+            if keys and (source is None or all(self._store.address(key) in left[source] for key in keys)):
+                passages.append((text, keys[0], source is not None))
+        try:
+            self.signatures.add(passages)
+        except StoreError:
+            if summary.warmed:  # a library that cannot be written and is warm already stays as it is
+                raise
         self._store.flush()  # last: if a remote cannot be reached, the chunks on the disk are in use all the same
         return summary
 
@@ -239,16 +242,6 @@ class Corpus:
         """Close the manifest."""
         if self._sources is not None and not self._sources.manifest.forked:
             self._sources.close()
-
-    def _note_signatures(
-        self, passages: Sequence[tuple[str, tuple[int, ...], bool]], base: Base, *, warmed: bool
-    ) -> None:
-        keyed = [(text, self.keys(chunk, [base]), has_source) for text, chunk, has_source in passages]
-        try:
-            self.signatures.add((text, keys[0], has_source) for text, keys, has_source in keyed if keys)
-        except StoreError:
-            if warmed:  # a library that cannot be written and is warm already stays as it is
-                raise
 
 
 MIN_TOKENS = 16

@@ -205,18 +205,14 @@ class _RunningRequest:
         return self.handle.decoder
 
     @property
-    def finished(self) -> bool:
-        return self.handle.is_finished
-
-    @property
     def begun(self) -> bool:
         return self.prefill is not None
 
     def end_if_cancelled(self) -> bool:
         """End the request if it was cancelled; return whether it has ended."""
-        if self.handle.is_cancelled and not self.finished:
+        if self.handle.is_cancelled and not self.handle.is_finished:
             self._end()
-        return self.finished
+        return self.handle.is_finished
 
     def compute_part(self, runner: ModelRunner) -> bool:
         """Compute a part of the prompt; after the last one begin to decode, and return True."""
@@ -241,7 +237,7 @@ class _RunningRequest:
             return False
         if self.decoder.finish_reason is not None:
             self._end()
-        return not self.finished
+        return not self.handle.is_finished
 
     def fail(self, error: Exception) -> None:
         """End the request with an error, which its reader gets; free the tensors that the error's frames hold."""
@@ -477,8 +473,10 @@ class Scheduler:
                 continuing[0].fail(error)
         elif continuing:
             self._heal(continuing)
-            self._decode([request for request in continuing if not request.finished and request.decoder.needs_step])
-        self._active = [request for request in continuing if not request.finished]
+            self._decode(
+                [request for request in continuing if not request.handle.is_finished and request.decoder.needs_step]
+            )
+        self._active = [request for request in continuing if not request.handle.is_finished]
 
     def _decode(self, requests: list[_RunningRequest]) -> None:
         """Compute a step together; if that fails, compute the steps one by one to find the failing request."""

@@ -60,8 +60,7 @@ class ReasoningFormat:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ReasoningFormat | None:
         """Return the format of a tokenizer's model; None if neither of its templates has one."""
-        own = _reasoning_part(getattr(tokenizer, "response_template", None))
-        if own is not None and _is_valid(tokenizer, own):
+        if (own := _own_template(tokenizer)) is not None:
             return cls(own)
         chat_template = str(tokenizer.chat_template)
         if HARMONY["fields"]["reasoning_content"]["open"] in chat_template:
@@ -100,9 +99,8 @@ class ReasoningReader:
     """
 
     def __init__(self, parser: Any) -> None:
-        self._parser = parser
-        self._reasoning = _Trimmed()
-        self._has_reasoning = self._has_text = False
+        self._parser, self._held = parser, ""  # whitespace that may end the reasoning
+        self._has_reasoning = self._has_text = self._has_begun = False
 
     def push(self, piece: str) -> Delta:
         """Add a piece of the answer; return what is certain, often nothing."""
@@ -113,56 +111,38 @@ class ReasoningReader:
         return self._piece(self._parser.finalize()[1])
 
     def _piece(self, events: Iterable[Mapping[str, Any]]) -> Delta:
-        text = reasoning = ""
+        text, reasoning = "", self._held
         for event in events:
             if event["field"] == "content":
                 text += event.get("text", "")
             else:
                 reasoning += event.get("text", "")
                 self._has_reasoning = True
-        reasoning = self._reasoning.push(reasoning)
+        held = reasoning if self._has_begun else reasoning.lstrip()
+        reasoning = held.rstrip()
+        self._has_begun, self._held = self._has_begun or bool(reasoning), held[len(reasoning) :]
         if self._has_reasoning and not self._has_text:
             text = text.lstrip()
         self._has_text |= bool(text)
         return Delta(text, reasoning)
 
 
-def _reasoning_part(response_template: Any) -> dict[str, Any] | None:
-    """Return the tags of reasoning and content in a response template; None if it has none of reasoning.
+def _own_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    """Return the tags of reasoning and content in a tokenizer's response template; None if it has none of reasoning.
 
     Tool calls stay part of the content, which `generation.tool_parsers` parse.
     """
     try:
         fields = {
             name: {key: value for key, value in field.items() if key in TAG_KEYS}
-            for name, field in response_template["fields"].items()
+            for name, field in tokenizer.response_template["fields"].items()
             if name in (*REASONING_FIELDS, "content")
         }
-        return {**response_template, "fields": fields} if fields.keys() - {"content"} else None
-    except (TypeError, KeyError, AttributeError):  # there is no response template, or it is none
+        own = {**tokenizer.response_template, "fields": fields}
+        tokenizer.get_response_parser(own, prefix="")
+    except (ValueError, TypeError, KeyError, AttributeError):  # there is no response template, or it is none
         return None
-
-
-def _is_valid(tokenizer: PreTrainedTokenizerBase, response_template: dict[str, Any]) -> bool:
-    try:
-        tokenizer.get_response_parser(response_template, prefix="")
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return False
-    return True
-
-
-class _Trimmed:
-    """Streams a text without the whitespace around it."""
-
-    def __init__(self) -> None:
-        self._begun, self._held = False, ""
-
-    def push(self, text: str) -> str:
-        text = self._held + text if self._begun else text.lstrip()
-        trimmed = text.rstrip()
-        self._begun |= bool(trimmed)
-        self._held = text[len(trimmed) :]
-        return trimmed
+    return own if fields.keys() - {"content"} else None
 
 
 ToolChoice = str | bool | Mapping[str, Any] | None

@@ -31,14 +31,12 @@ if TYPE_CHECKING:
 
 
 def json_grammar(schema: Mapping[str, Any], rule: str = "start") -> str:
-    """Return the grammar of JSON that follows a schema; objects have only the properties that the schema names."""
-    return f"{rule}: %json {json.dumps(with_compact_json(close_objects(schema)))}"
+    """Return the grammar of JSON that follows a schema; objects have only the properties that the schema names.
 
-
-def with_compact_json(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema whose JSON has the spacing of `json.dumps`; small models write whitespace without end."""
-    separators = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-    return {**schema, "x-guidance": separators}
+    The spacing is that of `json.dumps`: small models write whitespace without end.
+    """
+    spacing = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+    return f"{rule}: %json {json.dumps({**close_objects(schema), 'x-guidance': spacing})}"
 
 
 def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,12 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qcfuse_rag.errors import InvalidGrammar, UnsupportedModel
-from qcfuse_rag.generation.sampling import close_objects, json_grammar, with_compact_json
+from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.generation.sampling import json_grammar
 from qcfuse_rag.prompts.chat_template import ChatTemplate
 from qcfuse_rag.prompts.template import Tool
 
@@ -72,9 +71,9 @@ class ToolCallParser:
     def parse(self, text: str, tools: Sequence[Tool]) -> ParsedResponse:
         """Parse an answer with its special tokens; the tools are those that the model could call."""
         content, *pieces = text.split(self.start_tag)
-        names = _names(tools)
+        names = sorted({tool["function"]["name"] for tool in tools})
         if not pieces:
-            return self._parse_untagged(text, tools)
+            return self._parse_untagged(text, names)
         calls: list[ToolCall | BrokenCall] = []
         text_after_calls = ""
         for piece in pieces:
@@ -89,7 +88,7 @@ class ToolCallParser:
         valid = tuple(call for call in calls if isinstance(call, ToolCall))
         return ParsedResponse(content, valid, tuple(call for call in calls if isinstance(call, BrokenCall)))
 
-    def _parse_untagged(self, text: str, tools: Sequence[Tool]) -> ParsedResponse:
+    def _parse_untagged(self, text: str, names: Sequence[str]) -> ParsedResponse:
         # Small models forget the tag, and Llama 3 was not trained on one. All of the answer has to be JSON.
         try:
             stripped = text.strip()
@@ -101,10 +100,8 @@ class ToolCallParser:
         items = data if isinstance(data, list) else [data]
         if not all(isinstance(item, dict) and any(key in item for key in ARGUMENT_KEYS) for item in items):
             return ParsedResponse(text)
-        names = _names(tools)
-        calls = [self._call(item, names) for item in items]
-        valid = tuple(call for call in calls if isinstance(call, ToolCall))
-        return ParsedResponse("", valid) if valid and len(valid) == len(calls) else ParsedResponse(text)
+        calls = tuple(call for item in items if isinstance(call := self._call(item, names), ToolCall))
+        return ParsedResponse("", calls) if calls and len(calls) == len(items) else ParsedResponse(text)
 
     def grammar(
         self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], schema: Mapping[str, Any] | None = None
@@ -113,47 +110,25 @@ class ToolCallParser:
 
         With a schema, the answer may be JSON that follows it instead.
         """
-        definitions: dict[str, Any] = {}
-        call: dict[str, Any] = {"anyOf": [self._schema(tool["function"], definitions) for tool in tools]}
-        if self.is_list:
-            call = {"type": "array", "items": call, "minItems": 1, "maxItems": 1}
-        parts = ["call"]
+        parts = ['"[" call "]"' if self.is_list else "call"]
         if not self.is_bare:
             parts = [_terminal(tokenizer, self.start_tag), *parts]
         if self.end_tag:
             parts = [*parts[:1], r'"\n"', *parts[1:], r'"\n"', _terminal(tokenizer, self.end_tag)]
-        answer = "" if schema is None else f" | answer\n{json_grammar(schema, 'answer')}"
-        calls = with_compact_json({**call, "$defs": definitions})
-        return f"start: {' '.join(parts)}{answer}\ncall: %json {json.dumps(calls)}"
+        rules = [f"start: {' '.join(parts)}" + (" | answer" if schema is not None else "")]
+        rules += [json_grammar(schema, "answer")] if schema is not None else []
+        rules.append(f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}")
+        for number, function in enumerate(tool["function"] for tool in tools):
+            begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{self.arguments_key}": '
+            rules.append(f'call_{number}: {json.dumps(begin, ensure_ascii=False)} arguments_{number} "}}"')
+            parameters = function.get("parameters") or {"type": "object", "properties": {}}
+            rules.append(json_grammar(parameters, f"arguments_{number}"))
+        return "\n".join(rules)
 
-    def _schema(self, function: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-        """Return the schema of a call, and move the function's own definitions to `definitions` under unique names."""
-        parameters = close_objects(function.get("parameters") or {"type": "object", "properties": {}})
-        new_names: dict[str, str] = {}
-        for section in ("$defs", "definitions"):
-            schemas = parameters.pop(section, {})
-            if not isinstance(schemas, Mapping):
-                raise InvalidGrammar(f"{section} in the parameters of {function['name']} has to be an object")
-            for name, schema in schemas.items():
-                new_names[f"#/{section}/{name}"] = f"{function['name']}.{name}"
-                definitions[f"{function['name']}.{name}"] = schema
-        for name in new_names.values():
-            definitions[name] = _redirect_references(definitions[name], new_names | {"#": function["name"]})
-        definitions[function["name"]] = _redirect_references(parameters, new_names | {"#": function["name"]})
-        return {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                self.arguments_key: {"$ref": f"#/$defs/{function['name']}"},
-            },
-            "required": ["name", self.arguments_key],
-            "additionalProperties": False,
-        }
-
-    def _call(self, data: Any, names: Mapping[str, None]) -> ToolCall | BrokenCall:
+    def _call(self, data: Any, names: Sequence[str]) -> ToolCall | BrokenCall:
         name = data.get("name") if isinstance(data, dict) else None
         if not isinstance(name, str) or name not in names:
-            return BrokenCall(json.dumps(data), f"it names none of the tools {', '.join(islice(names, NAMED))}")
+            return BrokenCall(json.dumps(data), f"it names none of the tools {', '.join(names[:NAMED])}")
         values = [data[key] for key in ARGUMENT_KEYS if key in data]
         if not values and len(data) > 1:
             return BrokenCall(json.dumps(data), "it has no arguments")
@@ -194,21 +169,6 @@ def can_call_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _parser_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> ToolCallParser | None:
     template = tokenizer.get_chat_template(tools=list(tools)) if tokenizer.chat_template is not None else ""
     return next((parser for parser in TOOL_CALL_PARSERS if parser.template_marker in template), None)
-
-
-def _names(tools: Sequence[Tool]) -> dict[str, None]:
-    return dict.fromkeys(sorted(tool["function"]["name"] for tool in tools))
-
-
-def _redirect_references(schema: Any, new_names: Mapping[str, str]) -> Any:
-    if isinstance(schema, list):
-        return [_redirect_references(item, new_names) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    redirected = {key: _redirect_references(value, new_names) for key, value in schema.items()}
-    if isinstance(redirected.get("$ref"), str) and redirected["$ref"] in new_names:
-        redirected["$ref"] = f"#/$defs/{new_names[redirected['$ref']]}"
-    return redirected
 
 
 def _terminal(tokenizer: PreTrainedTokenizerBase, text: str) -> str:

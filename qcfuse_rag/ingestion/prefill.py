@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.runtime.attention.scores import attention_weights
-from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
@@ -116,16 +115,13 @@ def prefill_chunks(
     plan = RowsPlan.between(start, start + width, lm.device, lm.sliding, attention.observe)
     forward_hidden(lm, torch.tensor(sequences, device=lm.device), plan, buffer, depth=lm.n_layers)
     rotate_buffer(buffer, lm.ropes, start, start + longest, back=True)
-    return [_cut(buffer, index, start, len(ids), attention, ranker) for index, ids in enumerate(batch)]
-
-
-def _cut(
-    buffer: KVBuffer, index: int, start: int, tokens: int, attention: QueryAttention, ranker: Ranker | None
-) -> ChunkKV:
-    keys = [layer[index, :, start : start + tokens] for layer in buffer.keys]
-    values = [layer[index, :, start : start + tokens] for layer in buffer.values]
-    order = attention.order(index)
-    return ChunkKV.of(keys, values, ranker.order(keys, order) if ranker else order)
+    chunks = []
+    for index, ids in enumerate(batch):
+        keys = [layer[index, :, start : start + len(ids)] for layer in buffer.keys]
+        values = [layer[index, :, start : start + len(ids)] for layer in buffer.values]
+        order = attention.order(index)
+        chunks.append(ChunkKV.of(keys, values, ranker.order(keys, order) if ranker else order))
+    return chunks
 
 
 def instruction_ids(tokenizer: PreTrainedTokenizerBase) -> Ids:

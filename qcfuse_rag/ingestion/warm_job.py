@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -14,7 +14,6 @@ from qcfuse_rag.ingestion.batches import BatchResult, compute_batch, plan_batche
 from qcfuse_rag.ingestion.extension import ComputedBase, EntryPlan, EntryWriter, Related
 from qcfuse_rag.ingestion.prefill import Batch, Ids, PendingChunk, PrefillTarget, instruction_ids
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import Base, ChunkKey
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -23,9 +22,6 @@ REFRESH_ABOVE = 0.5
 
 Progress = Callable[[int, int], None]
 """`(done, total) -> None` in tokens, called after every batch."""
-
-Compute = Callable[[Iterable[Batch], ChunkKV | None], Iterable[BatchResult]]
-"""`(batches, system_prefix) -> results`: compute and store batches behind the stored system prefix."""
 
 
 class PrefillWorkers(Protocol):
@@ -41,32 +37,27 @@ class PrefillWorkers(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class WarmPlan:
-    """The work that a warming job would do.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmCounts:
+    """What a warming job does about its chunks; `WarmPlan` and `WarmSummary` say more.
 
     Attributes:
         chunks: number of distinct chunks times bases.
         present: chunks that are stored already.
-        to_warm: chunks to prefill.
+        left_out: chunks not to prefill because the store has no room for them beside more wanted ones.
         tokens: tokens of the chunks to prefill.
-        size_bytes: bytes of the chunks to prefill in the store's last tier.
-        seconds: estimated time of the prefill, from one measured batch; None if it was not measured.
-        left_out: chunks that the store has no room for, the least wanted ones.
-        failed: see `WarmSummary`.
-        to_refresh: chunks among those to prefill whose stored entries are stale.
-        stalest: see `WarmSummary`.
+        size_bytes: bytes of the keys and values to write.
+        failed: `(index, reason)` of chunks that cannot be stored, by their first index in the job; questions over them
+            prefill them each time.
+        stalest: the largest share of its origins that an entry left in the store was not made from.
     """
 
     chunks: int
     present: int
-    to_warm: int
+    left_out: int
     tokens: int
     size_bytes: int
-    seconds: float | None
-    left_out: int
     failed: tuple[tuple[int, str], ...]
-    to_refresh: int = 0
     stalest: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,37 +65,37 @@ class WarmPlan:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class WarmSummary:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmPlan(WarmCounts):
+    """The work that a warming job would do; sizes are those of the store's last tier.
+
+    Attributes:
+        to_warm: chunks to prefill.
+        seconds: estimated time of the prefill, from one measured batch; None if it was not measured.
+        to_refresh: chunks among those to prefill whose stored entries are stale.
+    """
+
+    to_warm: int
+    seconds: float | None
+    to_refresh: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmSummary(WarmCounts):
     """The work that a warming job did.
 
     Attributes:
-        chunks: number of distinct chunks times bases.
         warmed: chunks prefilled now.
-        present: chunks that were stored already.
-        left_out: chunks not prefilled because the store has no room for them beside more wanted ones.
-        tokens: tokens prefilled.
         computed_tokens: tokens computed for them, ranking instruction and padding included.
-        size_bytes: bytes of keys and values written.
         elapsed_s: seconds.
-        failed: `(index, reason)` of chunks that cannot be stored, by their first index in the job; questions over them
-            prefill them each time.
         refreshed: chunks among those prefilled whose stored entries were stale: of a derived base, and made without
             most of the passages that they would be made from now.
-        stalest: the largest share of such passages that an entry left in the store was not made from.
     """
 
-    chunks: int
     warmed: int
-    present: int
-    left_out: int
-    tokens: int
     computed_tokens: int
-    size_bytes: int
     elapsed_s: float
-    failed: tuple[tuple[int, str], ...]
     refreshed: int = 0
-    stalest: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -116,7 +107,7 @@ class WarmSummary:
 
 @dataclass(slots=True)
 class WorkSplit:
-    """A job's chunks by what happens to them; `WarmSummary` explains the counts."""
+    """A job's chunks by what happens to them; `WarmCounts` explains the counts."""
 
     work: list[PendingChunk] = field(default_factory=list)
     present: int = 0
@@ -129,6 +120,11 @@ class WorkSplit:
     def tokens(self) -> int:
         """Number of tokens to prefill."""
         return sum(len(chunk.ids) for chunk in self.work)
+
+    def counts(self, chunks: int) -> dict[str, Any]:
+        """Return what `WarmCounts` has of a job of so many chunks, but for tokens and bytes."""
+        counts = {"chunks": chunks, "present": self.present, "left_out": self.left_out, "stalest": self.stalest}
+        return {**counts, "failed": tuple(self.failed.items())}
 
 
 class WarmJob:
@@ -173,6 +169,8 @@ class WarmJob:
         self._target, self._writer, self._confirm = target, writer, confirm
         self._batch_tokens = batch_tokens or BATCH_TOKENS.get(lm.device.type, BATCH_TOKENS["cuda"])
         self._plans: dict[Base, EntryPlan] = {}
+        self._unconfirmed: list[ChunkKey] = []  # entries of derived bases that may be written by now
+        self._written: list[ChunkKey] = []  # all entries that may be written by now
         all_bases, addresses = with_prerequisites(bases), set[str]()
         if any(base.primed for base in all_bases) and not target.primer:
             raise ValueError("a primed base needs the token ids of a primer")
@@ -205,16 +203,12 @@ class WarmJob:
         """
         split = self._split(limit_bytes or self._target.store.limit_bytes)
         return WarmPlan(
-            chunks=len(self._pending),
-            present=split.present,
+            **split.counts(len(self._pending)),
             to_warm=len(split.work),
             tokens=split.tokens,
             size_bytes=sum(self._target.entry_bytes(len(chunk.ids)) for chunk in split.work),
             seconds=self._estimate_seconds(split) if measure else None,
-            left_out=split.left_out,
-            failed=tuple(split.failed.items()),
             to_refresh=split.refreshed,
-            stalest=split.stalest,
         )
 
     def run(self, progress: Progress | None = None, workers: PrefillWorkers | None = None) -> WarmSummary:
@@ -229,81 +223,96 @@ class WarmJob:
             StoreError: if the store cannot be written.
             QCFuseError: if a worker cannot load the model or write the store.
         """
-        target = self._target
-        if workers is not None:
-            return self._run(
-                progress,
-                lambda batches, _: workers.prefill(
-                    target.lm, target.prefix_ids, target.primer, batches, encrypted=target.store.encrypted
-                ),
-                in_order=False,
-            )
-        return self._run(
-            progress,
-            lambda batches, prefix: (store_batch(target, batch, prefix) for batch in batches),
-            in_order=True,
-        )
-
-    def _run(self, progress: Progress | None, compute: Compute, *, in_order: bool) -> WarmSummary:
-        started = time.perf_counter()
-        split = self._split(self._target.store.limit_bytes)
-        prefix = system_prefix(self._target) if self._pending else None
+        target, started = self._target, time.perf_counter()
+        split = self._split(target.store.limit_bytes)
+        prefix = system_prefix(target) if self._pending else None
         results: list[BatchResult] = []
-        unconfirmed: list[ChunkKey] = []  # entries of derived bases that may be written by now
-        written: list[ChunkKey] = []  # all entries that may be written by now
         try:
             for derived in (False, True):  # derived ones are made from the others
                 work = [chunk for chunk in split.work if chunk.base.derived is derived]
-                batches = (self._begin(batch, unconfirmed, written) for batch in self._plan_batches(work))
-                for result in compute(batches, prefix) if work else ():
+                batches = map(self._begin, self._plan_batches(work))
+                computed = (
+                    (store_batch(target, batch, prefix) for batch in batches)
+                    if workers is None
+                    else workers.prefill(
+                        target.lm, target.prefix_ids, target.primer, batches, encrypted=target.store.encrypted
+                    )
+                )
+                for result in computed if work else ():
                     results.append(result)
-                    if in_order:
-                        self._recheck(unconfirmed, written)
+                    if workers is None:  # workers give their results in any order
+                        self._recheck()
                     if progress is not None:
                         progress(sum(result.tokens for result in results), split.tokens)
         except BaseException:
             with suppress(StoreError):  # report the first error
-                self._recheck(unconfirmed, written)
+                self._recheck()
             raise
-        self._recheck(unconfirmed, written)
+        self._recheck()
         return WarmSummary(
-            chunks=len(self._pending),
+            **split.counts(len(self._pending)),
             warmed=sum(result.chunks for result in results),
-            present=split.present,
-            left_out=split.left_out,
             tokens=sum(result.tokens for result in results),
             computed_tokens=sum(result.computed_tokens for result in results),
             size_bytes=sum(result.size_bytes for result in results),
             elapsed_s=time.perf_counter() - started,
-            failed=tuple(split.failed.items()),
             refreshed=split.refreshed,
-            stalest=split.stalest,
         )
 
-    def _begin(self, batch: Batch, unconfirmed: list[ChunkKey], written: list[ChunkKey]) -> Batch:
+    def _begin(self, batch: Batch) -> Batch:
         """Record what the entries of a derived base are made from, before they are computed.
 
         Ray takes several batches at a time, so it records that many batches ahead.
         """
         keys = [self._target.key(batch.base, ids) for ids in batch.chunks]
-        written += keys
+        self._written += keys
         if self._writer is not None:
             for key, origins in zip(keys, batch.origins, strict=False):
                 self._writer.begin(key, origins)
-                unconfirmed += [key] if any(origins) else []
+                self._unconfirmed += [key] if any(origins) else []
         return batch
 
-    def _recheck(self, unconfirmed: list[ChunkKey], written: list[ChunkKey]) -> None:
+    def _recheck(self) -> None:
         """Delete entries whose document or origin was deleted during the computation."""
-        if self._confirm is not None and written:
-            self._confirm(written)
-            written.clear()
-        while unconfirmed and self._writer is not None:
-            self._writer.confirm(unconfirmed[-1])
-            unconfirmed.pop()
+        if self._confirm is not None and self._written:
+            self._confirm(self._written)
+            self._written.clear()
+        while self._unconfirmed and self._writer is not None:
+            self._writer.confirm(self._unconfirmed[-1])
+            self._unconfirmed.pop()
 
     def _split(self, limit_bytes: int | None) -> WorkSplit:
-        return split_work(self._pending, self._target, limit_bytes, self._plans)
+        target = self._target
+        split, size = WorkSplit(), target.entry_bytes(len(target.prefix_ids))
+        context_tokens = target.lm.context_window.tokens
+        for chunk in self._pending:
+            length = len(chunk.ids) + (len(target.prefix_ids) if chunk.base.after_prefix else 0)
+            length += len(target.primer) if chunk.base.primed else 0
+            entry_size = target.entry_bytes(len(chunk.ids))
+            size += entry_size
+            if chunk.key in target.store:
+                plan = self._plans.get(chunk.base)
+                staleness = 0.0 if plan is None else plan.staleness(chunk)
+                if staleness > REFRESH_ABOVE:
+                    split.refreshed += 1
+                    split.work.append(chunk)
+                else:
+                    split.present += 1
+                    split.stalest = max(split.stalest, staleness)
+            elif length > context_tokens:
+                if not chunk.base.primed:  # a primed cache is not made then, and the framed one is used in its place
+                    reason = (
+                        f"a passage of {length:,} tokens with the system prefix exceeds the context window of "
+                        f"{context_tokens:,}; split the document into smaller passages"
+                    )
+                    split.failed.setdefault(chunk.index, reason)  # once for all bases
+                size -= entry_size
+            elif limit_bytes is not None and size > limit_bytes:
+                split.left_out += 1
+                size -= entry_size
+            else:
+                split.work.append(chunk)
+        return split
 
     def _plan_batches(self, work: Sequence[PendingChunk]) -> Iterator[Batch]:
         return plan_batches(
@@ -334,42 +343,3 @@ def with_prerequisites(bases: Iterable[Base]) -> tuple[Base, ...]:
     distinct = dict.fromkeys(bases)
     required = [other for base in distinct if isinstance(base, ComputedBase) for other in base.requires]
     return tuple(sorted(dict.fromkeys((*distinct, *required)), key=lambda base: base.derived))
-
-
-def split_work(
-    pending: Iterable[PendingChunk],
-    target: PrefillTarget,
-    limit_bytes: int | None,
-    plans: Mapping[Base, EntryPlan],
-) -> WorkSplit:
-    """Split the chunks of a job: to prefill, stored already, without room in the store, or impossible to store."""
-    split, size = WorkSplit(), target.entry_bytes(len(target.prefix_ids))
-    context_tokens = target.lm.context_window.tokens
-    for chunk in pending:
-        length = len(chunk.ids) + (len(target.prefix_ids) if chunk.base.after_prefix else 0)
-        length += len(target.primer) if chunk.base.primed else 0
-        entry_size = target.entry_bytes(len(chunk.ids))
-        size += entry_size
-        if chunk.key in target.store:
-            plan = plans.get(chunk.base)
-            staleness = 0.0 if plan is None else plan.staleness(chunk)
-            if staleness > REFRESH_ABOVE:
-                split.refreshed += 1
-                split.work.append(chunk)
-            else:
-                split.present += 1
-                split.stalest = max(split.stalest, staleness)
-        elif length > context_tokens:
-            if not chunk.base.primed:  # a primed cache is not made then, and the framed one is used in its place
-                reason = (
-                    f"a passage of {length:,} tokens with the system prefix exceeds the context window of "
-                    f"{context_tokens:,}; split the document into smaller passages"
-                )
-                split.failed.setdefault(chunk.index, reason)  # once for all bases
-            size -= entry_size
-        elif limit_bytes is not None and size > limit_bytes:
-            split.left_out += 1
-            size -= entry_size
-        else:
-            split.work.append(chunk)
-    return split

@@ -49,7 +49,7 @@ class ClosestVariant:
     """Place the cache with the smallest fix overhead (CFO): the share of its tokens to recompute.
 
     `CFO = alpha * CCI * (1 - beta')`. The context impact CCI, measured at capture, is how much the chunk attended to
-    earlier chunks; `beta'`, see `prefix_overlap`, is the share of that attention whose chunks precede it now, reduced
+    earlier chunks; `beta'`, see `captured_overlap`, is the share of that attention whose chunks precede it now, reduced
     if their order differs. As published, chunks that precede it now but not at capture do not count.
 
     A cache prefilled behind the system prefix alone attended to no chunk, so its overhead would be 0 anywhere, although

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -117,8 +117,7 @@ class NeighbourPlan:
     ) -> None:
         self._target, self._pool, self._neighbours, self._writer = target, pool, neighbours, writer
         self._query_tokens = len(instruction_ids(target.lm.tokenizer))
-        known = [] if writer is None else [writer.name(ids) for ids in pool if ids]
-        self._known = frozenset(known)
+        self._known = frozenset(() if writer is None else (writer.name(ids) for ids in pool if ids))
 
     def origins(self, chunk: PendingChunk) -> tuple[Ids, ...]:
         """Return the token ids of the neighbours in front of a chunk, most related first."""
@@ -148,8 +147,7 @@ class NeighbourPlan:
         return [ids for ids in texts if ids != own]
 
 
-@dataclass(frozen=True, slots=True)
-class NeighbourPrefix:
+class NeighbourPrefix(NamedTuple):
     """How many neighbours are in front of a chunk, and the tokens of system prefix and neighbours, the last one cut."""
 
     neighbours: int

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -280,16 +280,9 @@ def _hash_once(model: PreTrainedModel, files: FileState | None, dtype: Any) -> s
     settings = {
         "architecture": type(model).__name__,
         "dtype": f"{model.dtype}, asked for {dtype}",
-        "versions": ", ".join(f"{name} {_version(name)}" for name in ("qcfuse-rag", "torch", "transformers", "gguf")),
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("qcfuse-rag", "torch", "transformers", "gguf")),
     }
     return hash_once(files, settings, lambda: hash_weights(model))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def _weight_files(source: str, gguf: Path | None) -> FileState | None:

@@ -197,7 +197,7 @@ def check_exact_once(lm: LanguageModel) -> ExactnessCheck:
     if (cached := _passed_check(result.read())) is not None:
         return cached
     check = check_exact(lm)
-    result.write(check=check.to_dict())
+    result.write(check=asdict(check))
     return check
 
 
@@ -218,9 +218,7 @@ def _check_identity(lm: LanguageModel) -> dict[str, Any]:
 
 def _passed_check(fields: dict[str, Any] | None) -> ExactnessCheck | None:
     try:
-        values = dict((fields or {})["check"])
-        values.pop("passed")
-        check = ExactnessCheck(**{name: float(value) for name, value in values.items()})
-    except (ValueError, TypeError, KeyError):
+        check = ExactnessCheck(**{name: float(value) for name, value in (fields or {})["check"].items()})
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return check if check.passed else None

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75)
 
-Candidate = tuple[str, Method]
-"""A label for the user, such as `ratio 0.15`, and the method to try."""
-
 CACHED_BYTES = 4 << 30
 """Most bytes of warmed passages that stay for the next candidates; the passages beyond are prefilled again."""
 
@@ -71,14 +68,11 @@ class VerifySettings:
     limits: VerifyLimits = field(default_factory=VerifyLimits)
 
 
-def candidates(method: Method, ratios: Sequence[float]) -> list[Candidate]:
+def candidates(method: Method, ratios: Sequence[float]) -> list[Method]:
     """Return what to try of a method: each ratio in ascending order if it has a `VerifiedRatio`, else itself."""
-    is_open = isinstance(method.budget, VerifiedRatio)
-    methods = [replace(method, budget=FixedRatio(ratio)) for ratio in sorted(set(ratios))] if is_open else [method]
-    return [
-        (f"ratio {candidate.ratio:g}" if candidate.ratio is not None else "its own ratio", candidate)
-        for candidate in methods
-    ]
+    if not isinstance(method.budget, VerifiedRatio):
+        return [method]
+    return [replace(method, budget=FixedRatio(ratio)) for ratio in sorted(set(ratios))]
 
 
 def verify(
@@ -125,16 +119,15 @@ def verify(
     references = {kind: answers.answer(cases) for kind, cases in groups.items()}
     tried: list[Trial] = []
 
-    def judge(label: str, candidate: Method) -> None:
+    def judge(candidate: Method) -> None:
         comparisons = {kind: answers.compare(group, candidate) for kind, group in references.items()}
         checks = (exactness, *answer_checks(comparisons, settings.limits))
-        tried.append(Trial(label, candidate.ratio, checks, candidate.residuals is not None))
+        tried.append(Trial(candidate.ratio, checks, candidate.residuals is not None))
 
-    for label, candidate in tried_methods:
-        judge(label, candidate)
+    for candidate in tried_methods:
+        judge(candidate)
         if not tried[-1].passed and moves:
-            label, candidate = f"{label} with residuals", replace(candidate, residuals=ResidualKernel())
-            judge(label, candidate)
+            judge(replace(candidate, residuals=ResidualKernel()))
         if tried[-1].passed:
             break
     if progress is not None:

@@ -52,15 +52,19 @@ class Trial:
     """The checks of one candidate: a method at one ratio.
 
     Attributes:
-        label: the candidate in words, such as `ratio 0.15`.
         ratio: share of reused tokens recomputed; None if the method's selector decides.
         residuals: whether reused tokens moved with recomputed ones.
     """
 
-    label: str
     ratio: float | None
     checks: tuple[Check, ...]
     residuals: bool = False
+
+    @property
+    def label(self) -> str:
+        """The candidate in words, such as `ratio 0.15`."""
+        label = "its own ratio" if self.ratio is None else f"ratio {self.ratio:g}"
+        return f"{label} with residuals" if self.residuals else label
 
     @property
     def passed(self) -> bool:
@@ -89,7 +93,7 @@ class Trial:
     def from_dict(cls, data: dict[str, Any]) -> Trial:
         """Read what `to_dict` returned."""
         checks = tuple(Check(**{k: v for k, v in check.items() if k != "passed"}) for check in data["checks"])
-        return cls(data["label"], data["ratio"], checks, bool(data["residuals"]))
+        return cls(data["ratio"], checks, bool(data["residuals"]))
 
 
 @dataclass(frozen=True, slots=True)

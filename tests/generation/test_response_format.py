@@ -19,6 +19,7 @@ from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling import close_objects, json_grammar
 from qcfuse_rag.generation.tool_parsers import (
     TOOL_CALL_PARSERS,
+    ParsedResponse,
     ToolCall,
     ToolCallParser,
     can_call_tools,
@@ -56,6 +57,14 @@ def write_calls(parser: ToolCallParser, calls: list[ToolCall]) -> str:
     if parser.is_list:
         return f"{parser.start_tag}[{', '.join(entries)}]"
     return "\n".join(f"{parser.start_tag}\n{entry}\n{parser.end_tag}" for entry in entries)
+
+
+def answer(engine: FusionEngine, form: ResponseFormat, **params: Any) -> tuple[Generation, ParsedResponse]:
+    """Return an answer in a format, and what is read of it."""
+    prompt = engine.prompt_from_text([("user", QUESTION)], form.visible_tools)
+    settings = form.sampling(SamplingParams(**{"max_new_tokens": 200, **params}), engine.lm.tokenizer)
+    generation = engine.generate(prompt, settings)
+    return generation, ResponseReader(engine.lm.tokenizer, form).finish(generation)[1]
 
 
 @pytest.fixture(scope="module", params=cases(TEMPLATES.keys(), "hermes"))
@@ -152,11 +161,7 @@ class TestDemanding:
         ("seed", "choice"), enumerate(["required", "any", True, "look_up", {"function": {"name": "look_up"}}])
     )
     def test_a_demanded_call_is_made_rightly(self, tool_engine: FusionEngine, seed: int, choice: Any) -> None:
-        tokenizer, form = tool_engine.lm.tokenizer, ResponseFormat([LOOK_UP], choice)
-        settings = form.sampling(SamplingParams(max_new_tokens=200, temperature=1.5, seed=seed), tokenizer)
-        prompt = tool_engine.prompt(QUESTION, PASSAGES, tools=form.visible_tools)
-        generation = tool_engine.generate(prompt, settings)
-        _, reply = ResponseReader(tokenizer, form).finish(generation)
+        generation, reply = answer(tool_engine, ResponseFormat([LOOK_UP], choice), temperature=1.5, seed=seed)
         assert generation.finish_reason == "end"
         assert reply.content == ""
         (call,) = reply.calls
@@ -164,13 +169,7 @@ class TestDemanding:
         assert set(call.arguments) == {"boat", "year"}
 
     def test_of_several_tools_one_is_called(self, tool_engine: FusionEngine) -> None:
-        form = ResponseFormat(TOOLS, "any")
-        settings = form.sampling(SamplingParams(max_new_tokens=200), tool_engine.lm.tokenizer)
-        generation = tool_engine.generate(
-            tool_engine.prompt_from_text([("user", QUESTION)], form.visible_tools), settings
-        )
-        _, reply = ResponseReader(tool_engine.lm.tokenizer, form).finish(generation)
-        assert len(reply.calls) == 1
+        assert len(answer(tool_engine, ResponseFormat(TOOLS, "any"))[1].calls) == 1
 
     @pytest.mark.parametrize("called", [True, False])
     def test_with_a_schema_and_tools_an_answer_is_a_call_or_follows_the_schema(
@@ -179,10 +178,7 @@ class TestDemanding:
         tokenizer = tool_engine.lm.tokenizer
         form = ResponseFormat(TOOLS, None, {"type": "json_schema", "json_schema": {"schema": SCHEMA}})
         first = tool_call_parser(tokenizer, TOOLS).start_tag[0] if called else "{"
-        params = SamplingParams(max_new_tokens=200, logit_bias=((tokenizer.convert_tokens_to_ids(first), 5.0),))
-        prompt = tool_engine.prompt_from_text([("user", QUESTION)], form.visible_tools)
-        generation = tool_engine.generate(prompt, form.sampling(params, tokenizer))
-        _, reply = ResponseReader(tokenizer, form).finish(generation)
+        generation, reply = answer(tool_engine, form, logit_bias=((tokenizer.convert_tokens_to_ids(first), 5.0),))
         assert generation.finish_reason == "end"
         if reply.calls:
             assert (reply.content, len(reply.calls)) == ("", 1)
@@ -204,25 +200,19 @@ class TestDemanding:
             return {"type": "function", "function": {"name": name, "parameters": shape}}
 
         tools = [tool("a", ["x"]), tool("b", ["y"])]
-        for number, form in enumerate([ResponseFormat(tools, "a"), ResponseFormat(tools, "b")]):
-            settings = form.sampling(SamplingParams(max_new_tokens=120), tool_engine.lm.tokenizer)
-            generation = tool_engine.generate(
-                tool_engine.prompt_from_text([("user", QUESTION)], form.visible_tools), settings
-            )
-            _, reply = ResponseReader(tool_engine.lm.tokenizer, form).finish(generation)
-            assert reply.calls[0].arguments == {"kind": "xy"[number]}
+        for name, value in (("a", "x"), ("b", "y")):
+            assert answer(tool_engine, ResponseFormat(tools, name))[1].calls[0].arguments == {"kind": value}
 
     def test_a_schema_may_refer_to_itself(self, tool_engine: FusionEngine) -> None:
         """The whole schema, `#`, is that of the arguments, and not that of the call."""
         shape = {"type": "object", "properties": {"inner": {"$ref": "#"}}, "required": []}
         form = ResponseFormat([{"type": "function", "function": {"name": "nest", "parameters": shape}}], "nest")
-        settings = form.sampling(SamplingParams(max_new_tokens=120), tool_engine.lm.tokenizer)
-        constraint = settings.grammar
-        assert constraint is not None
-        assert '"#/$defs/nest"' in constraint
-        prompt = tool_engine.prompt_from_text([("user", QUESTION)], form.visible_tools)
-        _, reply = ResponseReader(tool_engine.lm.tokenizer, form).finish(tool_engine.generate(prompt, settings))
+        _, reply = answer(tool_engine, form)
         assert [call.name for call in reply.calls] == ["nest"]
+        inner = reply.calls[0].arguments
+        while inner:
+            assert inner.keys() == {"inner"}
+            inner = inner["inner"]
 
     @pytest.mark.parametrize("choice", ["required", "any", True, "sink"])
     def test_a_demand_that_no_tool_meets_is_refused(self, choice: Any) -> None:

@@ -7,20 +7,18 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
-from qcfuse_rag.fusion.report import FusionReport, Lookup
 from qcfuse_rag.methods.cachecraft import ClosestVariant, FocusedChunks
-from qcfuse_rag.methods.captures.attention import expected_overhead, prefix_overlap, worth_by_savings
-from qcfuse_rag.methods.captures.slots import Slot, context_of, fact, filled_slots
+from qcfuse_rag.methods.captures.attention import captured_overlap, expected_overhead, worth_by_savings
+from qcfuse_rag.methods.captures.slots import context_of, fact
 from qcfuse_rag.methods.common import TopPerChunk
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, ChunkKey, hash_ids
+from qcfuse_rag.store.testing import example_chunk
 from tests.support import references
-from tests.support.captures import capture
-from tests.support.engines import make_engine
+from tests.support.engines import capture, chunk_lookups, make_engine, slots_of
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import error
 
@@ -42,14 +40,6 @@ def prompt(captured: FusionEngine) -> Prompt:
     return captured.prompt(QUESTION, [D, A, C, B])
 
 
-def slots_of(engine: FusionEngine, ids: tuple[int, ...]) -> list[Slot]:
-    return filled_slots(engine.store, "variant", 5, engine.lm.fingerprint, engine.prompts.prefix_ids, ids)
-
-
-def caches_of(engine: FusionEngine, ids: tuple[int, ...]) -> list[ChunkKV]:
-    return [slot.chunk for slot in slots_of(engine, ids)]
-
-
 def overlap_by_hand(chunk: ChunkKV, now: list[str]) -> float:
     """Return beta' from the paper's formulas, one chunk and one pair at a time."""
     then, masses = list(context_of(chunk) or ()), fact(chunk, "inter")
@@ -69,53 +59,47 @@ def overheads(engine: FusionEngine, prompt: Prompt) -> list[tuple[float, ChunkKV
         if index == 0:
             continue
         now = [hash_ids(before.segment.ids) for before in prompt.chunks[:index]]
-        caches = caches_of(engine, span.segment.ids)
+        caches = [slot.chunk for slot in slots_of(engine, span.segment.text.strip())]
         rated: list[tuple[float, ChunkKV | None]] = [(min((fact(c, "cci")[0] for c in caches), default=0.5), None)]
         rated += [(fact(chunk, "cci")[0] * (1 - overlap_by_hand(chunk, now)), chunk) for chunk in caches]
         least.append(min(rated, key=lambda rating: rating[0]))
     return least
 
 
-def chunk_lookups(report: FusionReport) -> list[Lookup]:
-    return [lookup for lookup in report.lookups if lookup.role == "chunk"]
-
-
 def table_of(engine: FusionEngine, prompt: Prompt, chosen: list[ChunkKV | None]) -> references.Table:
     """Compute the caches of a prompt, each behind its captured context, by the model's own forward."""
     texts = {hash_ids(ids): ids for ids in map(engine.prompts.chunk_ids, (A, B, C, D))}
-    contexts = iter([(), *(() if chunk is None else context_of(chunk) or () for chunk in chosen)])
-    tables = []
-    for span in prompt.spans:
-        before: tuple[int, ...] = ()
-        if span.segment.role == "chunk":
-            before = (*prompt.prefix_ids, *itertools.chain(*(texts[chunk_hash] for chunk_hash in next(contexts))))
-        tables.append(references.alone_at(engine.lm, span.segment.ids, span.start, before=before))
-    return [
-        (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
-        for layer in range(engine.lm.n_layers)
-    ]
+    contexts = {prompt.chunks[0].start: ()}
+    for span, chunk in zip(prompt.chunks[1:], chosen, strict=True):
+        contexts[span.start] = () if chunk is None else context_of(chunk) or ()
+    return references.stored_table(
+        engine.lm, prompt, lambda span: sum((texts[name] for name in contexts[span.start]), prompt.prefix_ids)
+    )
 
 
 @pytest.mark.parametrize(
     ("then", "masses", "now", "expected"),
     [
         ("ab", (3.0, 1.0), "ab", 1.0),
-        ("ab", (3.0, 1.0), "axb", 1.0),  # chunks in between do not count
+        ("ab", (3.0, 1.0), "adb", 1.0),  # chunks in between do not count
         ("ab", (3.0, 1.0), "a", 0.75),
         ("ab", (3.0, 1.0), "b", 0.25),
         ("ab", (3.0, 1.0), "ba", 0.0),  # the only pair is reversed
         ("abc", (1.0, 1.0, 2.0), "acb", 2 / 3),
         ("abc", (1.0, 1.0, 2.0), "ca", 0.0),
-        ("abc", (1.0, 1.0, 2.0), "cxb", 0.0),
-        ("ab", (3.0, 1.0), "xy", 0.0),
-        ("ab", (0.0, 0.0), "xy", 1.0),  # attended to none of them
+        ("abc", (1.0, 1.0, 2.0), "cdb", 0.0),
+        ("ab", (3.0, 1.0), "de", 0.0),
+        ("ab", (0.0, 0.0), "de", 1.0),  # attended to none of them
         ("ab", (), "ab", 0.0),  # not measured
     ],
 )
 def test_overlap_is_attention_to_common_chunks_less_reversed_pairs(
     then: str, masses: tuple[float, ...], now: str, expected: float
 ) -> None:
-    assert prefix_overlap(then, masses, now) == pytest.approx(expected)
+    notes = {"context": [name * 32 for name in then], "facts": {"inter": list(masses)}}
+    assert captured_overlap(replace(example_chunk(), notes=notes), [name * 32 for name in now]) == pytest.approx(
+        expected
+    )
 
 
 def test_the_cache_with_the_least_fix_overhead_is_placed(captured: FusionEngine, prompt: Prompt) -> None:
@@ -261,7 +245,7 @@ def test_recomputation_stops_in_passages_that_the_question_hardly_attends_to(
 
 def test_the_cache_whose_uses_save_least_is_evicted(captured: FusionEngine) -> None:
     """Savings: uses times the share not recomputed, on average over the captured contexts, its own included."""
-    slots = slots_of(captured, captured.prompts.chunk_ids(C))
+    slots = slots_of(captured, C)
     contexts = [slot.context for slot in slots]
     assert len(slots) == 2
     new = (contexts[0][0],)

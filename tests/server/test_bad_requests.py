@@ -97,8 +97,8 @@ REFUSED = [
     ({"documents": ["x"] * 257}, "documents has 257 entries, and at most 256"),
     ({"tool_choice": "required"}, "there are no tools to call"),
     (
-        {"tools": [function(name="f", parameters={"$defs": 5})], "tool_choice": "required"},
-        "$defs in the parameters of f has to be an object",
+        {"tools": [function(name="f", parameters={"$defs": 5, "$ref": "#/$defs/x"})], "tool_choice": "required"},
+        "cannot answer by this grammar: ",
     ),
     ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format has to be"),
     ({"tools": [LOOK_UP], "tool_choice": {"type": "any"}}, "tool_choice names None"),

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import cached_assets_path
 from transformers import PreTrainedTokenizerFast
 
 import qcfuse_rag
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.models import result_cache
 from qcfuse_rag.verification import exactness
 from qcfuse_rag.verification.exactness import check_exact_once
 from tests.support.families import build_model
 
 
 @pytest.fixture(autouse=True)
-def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of cached checks, which is this test's own."""
-    monkeypatch.setattr(result_cache, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
-    return tmp_path / "assets" / "qcfuse-rag" / "checks"
+def checks(assets: Path) -> Path:
+    return assets / "checks"
 
 
 @pytest.fixture
@@ -48,12 +43,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return compared
 
 
-def test_a_passed_check_is_not_repeated(lm: LanguageModel, measured: list[str], assets: Path) -> None:
+def test_a_passed_check_is_not_repeated(lm: LanguageModel, measured: list[str], checks: Path) -> None:
     first = check_exact_once(lm)
     assert first.passed
     assert check_exact_once(lm) == first
     assert len(measured) == 1
-    (file,) = assets.rglob("*.json")
+    (file,) = checks.rglob("*.json")
     assert file.stat().st_mode & 0o777 == 0o600
 
 
@@ -77,17 +72,17 @@ def test_another_model_version_or_processor_is_checked_itself(
 
 
 def test_a_failed_check_is_not_kept(
-    lm: LanguageModel, measured: list[str], assets: Path, monkeypatch: pytest.MonkeyPatch
+    lm: LanguageModel, measured: list[str], checks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(exactness.TOLERANCE, torch.float32, -1.0)
     for _ in range(2):
         with pytest.raises(UnsupportedModel, match="does not reproduce"):
             check_exact_once(lm)
     assert len(measured) == 2
-    assert list(assets.rglob("*.json")) == []
+    assert list(checks.rglob("*.json")) == []
 
 
-FAILED = {"all_rows": 1.0, "question_rows": 0.0, "step": 0.0, "tolerance": 0.001, "passed": True}
+FAILED = {"all_rows": 1.0, "question_rows": 0.0, "step": 0.0, "tolerance": 0.001}
 
 
 @pytest.mark.parametrize(
@@ -96,10 +91,10 @@ FAILED = {"all_rows": 1.0, "question_rows": 0.0, "step": 0.0, "tolerance": 0.001
     ids=["no JSON", "no identity", "another model", "failed"],
 )
 def test_a_file_that_is_no_passed_check_of_this_model_is_replaced(
-    lm: LanguageModel, measured: list[str], assets: Path, content: bytes | dict[str, object]
+    lm: LanguageModel, measured: list[str], checks: Path, content: bytes | dict[str, object]
 ) -> None:
     check_exact_once(lm)
-    (file,) = assets.rglob("*.json")
+    (file,) = checks.rglob("*.json")
     changed = content if isinstance(content, bytes) else json.dumps(json.loads(file.read_text()) | content).encode()
     file.write_bytes(changed)
     check_exact_once(lm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, make_method
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import BreakEven, VerifiedRatio
 from qcfuse_rag.methods.fusionrag import ENRICHED
 from qcfuse_rag.store.key import BLIND, FRAMED
-from qcfuse_rag.verification.cases import Case, passage_cases
+from qcfuse_rag.verification.cases import NOISE, TASKS, Case, generate, passage_cases
 from qcfuse_rag.verification.divergence import Divergence
 from qcfuse_rag.verification.exactness import naive_concatenation, stock_attention
 from qcfuse_rag.verification.sweep import (
@@ -28,7 +30,6 @@ from qcfuse_rag.verification.sweep import (
     verify,
 )
 from qcfuse_rag.verification.verdict import Trial
-from tests.support import seams
 from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.families import build_model
@@ -66,7 +67,7 @@ def values(trial: Trial) -> dict[str, float]:
 
 
 def test_a_method_without_a_ratio_of_its_own_is_tried_at_each_in_ascending_order() -> None:
-    expected = [(f"ratio {ratio:g}", make_method("auto", ratio=ratio)) for ratio in (0.05, 0.3)]
+    expected = [make_method("auto", ratio=ratio) for ratio in (0.05, 0.3)]
     assert candidates(make_method("auto"), (0.3, 0.05, 0.3)) == expected
 
 
@@ -79,8 +80,9 @@ def test_a_method_without_a_ratio_of_its_own_is_tried_at_each_in_ascending_order
     ],
     ids=lambda each: each if isinstance(each, str) else each.name,
 )
-def test_any_other_method_is_tried_once_as_it_is(method: object, label: str) -> None:
-    assert candidates(method, (0.05, 0.3)) == [(label, method)]  # type: ignore[arg-type]
+def test_any_other_method_is_tried_once_as_it_is(method: Method, label: str) -> None:
+    assert candidates(method, (0.05, 0.3)) == [method]
+    assert Trial(method.ratio, ()).label == label
 
 
 # --- sweep
@@ -169,7 +171,7 @@ def test_passages_that_are_not_kept_are_prefilled_again(
 ) -> None:
     warmed: list[int] = []
     warm = FusionEngine.warm
-    seams.kept_bytes(monkeypatch, kept_bytes)
+    monkeypatch.setattr("qcfuse_rag.verification.sweep.CACHED_BYTES", kept_bytes)
 
     def counted(self: FusionEngine, texts: Sequence[str], **options: object) -> object:
         summary = warm(self, texts, **options)  # type: ignore[arg-type]
@@ -210,6 +212,51 @@ def test_a_sweep_without_ratios_is_refused(engine: FusionEngine) -> None:
 
 
 # --- cases and checks
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_generated_tasks_hide_every_part_of_the_answer_whole(task: str) -> None:
+    sentences = [" ".join(PASSAGES)] * 20
+    made = generate(task, 4, tokens=1200, count=words, haystack=sentences, seed=3)
+    assert made == generate(task, 4, tokens=1200, count=words, haystack=sentences, seed=3)
+    assert made != generate(task, 4, tokens=1200, count=words, haystack=sentences, seed=4)
+    for example in made:
+        assert len(example.expected) == len(set(example.expected)) == (5 if task == "ruler_vt" else 4)
+        hiding = example.passages[1:] if task == "ruler_vt" else example.passages
+        assert all(any(answer in passage for passage in hiding) for answer in example.expected)
+        total = words(example.question) + sum(map(words, example.passages)) + example.max_new_tokens
+        assert 1200 - words(NOISE) - 25 < total <= 1200
+        assert max(map(words, hiding)) <= 150
+    assert len({example.expected for example in made}) == 4
+
+
+def test_a_chain_is_in_order_and_no_line_is_cut() -> None:
+    (example,) = generate("ruler_vt", 1, tokens=1200, count=words, haystack=[], seed=0)
+    lines = [line for passage in example.passages[1:] for line in passage.split("\n")]
+    assigned = [line for line in lines if line.startswith("VAR")]
+    names = example.expected
+    value = assigned[0].split(" = ")[1]
+    assert assigned == [f"VAR {names[0]} = {value}", *(f"VAR {names[i]} = VAR {names[i - 1]}" for i in range(1, 5))]
+    assert value in example.question
+    assert {line for line in lines if line not in assigned} == {NOISE}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_that_does_not_fit_says_what_was_asked_for_and_what_would_do(task: str) -> None:
+    def made(tokens: int) -> int:
+        return len(generate(task, 3, tokens=tokens, overhead_tokens=30, count=words, haystack=PASSAGES, seed=0))
+
+    with pytest.raises(QCFuseError, match=rf"{task} does not fit 64 tokens.*give at least that length") as error:
+        made(64)
+    least = int(re.search(r"need (\d+)", str(error.value))[1])  # type: ignore[index]
+    assert least > 64
+    assert made(least) == 3
+    with pytest.raises(QCFuseError, match=f"need {least}"):
+        made(least - 1)
+
+
+def words(text: str) -> int:
+    return len(text.split())
 
 
 def test_own_passages_are_asked_about_beside_those_they_are_related_to(engine: FusionEngine) -> None:

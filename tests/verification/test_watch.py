@@ -15,7 +15,6 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams,
 from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.verification.divergence import divergence
-from tests.support import seams
 from tests.support.passages import PASSAGES, QUESTION
 
 QCFUSE = make_method("qcfuse", ratio=0.1, base=FRAMED)
@@ -155,7 +154,7 @@ def test_a_failing_comparison_does_not_end_the_watch(served: FusionEngine, monke
 
     shadow = served.watch(ShadowSettings(every=1))
     with monkeypatch.context() as patch:
-        seams.shadow_prefill(patch, fails)
+        patch.setattr("qcfuse_rag.verification.watch.fuse_prompt", fails)
         ask(served, 1)
         assert shadow.wait(30)
     ask(served, 1)

@@ -73,17 +73,17 @@ NO_IMPACT = 0.5
 """Cache context impact of a chunk without attention to others, the smallest value."""
 
 
-def prefix_overlap(then: Sequence[str], masses: Sequence[float], now: Sequence[str]) -> float:
-    """Return Cache-Craft's adjusted prefix overlap `beta' = beta * (1 - gamma)`.
+def captured_overlap(chunk: ChunkKV, now: Sequence[str]) -> float:
+    """Return Cache-Craft's adjusted prefix overlap `beta' = beta * (1 - gamma)` of a captured chunk with a prompt.
 
-    `beta` is the share of the attention to earlier chunks that went to chunks which are before it now too; 1 if there
+    `beta` is the share of its attention to earlier chunks that went to chunks which are before it now too; 1 if there
     was no such attention, 0 if it was not measured. `gamma` is the share of pairs of common chunks in reversed order.
 
     Args:
-        then: hashes of the earlier chunks when it was captured, in order.
-        masses: attention to each of them.
+        chunk: the captured chunk.
         now: hashes of the earlier chunks in the prompt.
     """
+    then, masses = context_of(chunk) or (), fact(chunk, "inter")
     if len(masses) != len(then) or not then:
         return 0.0
     return shared_attention(then, masses, now) * (1 - kendall_distance(then, now))
@@ -92,11 +92,6 @@ def prefix_overlap(then: Sequence[str], masses: Sequence[float], now: Sequence[s
 def context_impact(chunk: ChunkKV) -> float:
     """Return the cache context impact (CCI) of a captured chunk, in [0.5, 1]."""
     return next(iter(fact(chunk, "cci")), NO_IMPACT)
-
-
-def captured_overlap(chunk: ChunkKV, now: Sequence[str]) -> float:
-    """Return `prefix_overlap` of a captured chunk's context and a new one."""
-    return prefix_overlap(context_of(chunk) or (), fact(chunk, "inter"), now)
 
 
 def expected_overhead(chunk: ChunkKV, contexts: Sequence[Sequence[str]]) -> float:

@@ -30,7 +30,7 @@ from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.placement import rotate_buffer
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
-from qcfuse_rag.store.backends.base import get_checked
+from qcfuse_rag.store.backends.base import Miss, get_checked
 from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
 from qcfuse_rag.store.key import FRAMED, hash_ids
 from qcfuse_rag.store.quantization import check_rank
@@ -175,19 +175,20 @@ class _CaptureJob:
 
     def _framed(self, ids: Ids) -> ChunkKV:
         """Return a passage's framed cache from the store, warmed if it is missing."""
-        target, reason = self._target, ""
+        target = self._target
         key = target.key(FRAMED, ids)
-        for _ in range(2):
-            if key not in target.store:
-                self._writer.begin(key, [ids])
-                WarmJob(target, [ids], bases=[FRAMED]).run()
-                if not self._writer.confirm(key):
-                    raise _NotStored("a passage was forgotten meanwhile")
+        stored = get_checked(target.store, key)
+        if isinstance(stored, Miss):
+            self._writer.begin(key, [ids])
+            WarmJob(target, [ids], bases=[FRAMED]).run()
+            if not self._writer.confirm(key):
+                raise _NotStored("a passage was forgotten meanwhile")
             stored = get_checked(target.store, key)
-            if isinstance(stored, ChunkKV):
-                return stored
-            reason = stored.reason
-        raise _NotStored(f"the framed cache of a passage cannot be kept ({reason}), so no difference to it can")
+        if isinstance(stored, Miss):
+            raise _NotStored(
+                f"the framed cache of a passage cannot be kept ({stored.reason}), so no difference to it can"
+            )
+        return stored
 
 
 @torch.inference_mode()
