@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrained
     build_model("llama", max_position_embeddings=2048).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model_folder: str) -> Path:
+    """Return a copy of `model_folder`, for a test that changes it."""
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
+
+
+@pytest.fixture
+def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of cached results, which is this test's own; files count as settled at once."""
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", tmp_path / "assets")
+    monkeypatch.setattr("qcfuse_rag.models.result_cache.SETTLED_S", 0.0)
+    return tmp_path / "assets" / "qcfuse-rag"
 
 
 @pytest.fixture

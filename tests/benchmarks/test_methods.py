@@ -10,7 +10,6 @@ from benchmarks.configurations import configurations, split_names
 from benchmarks.preparation import prepare
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import UnknownMethod
-from tests.support import seams
 from tests.support.passages import PASSAGES
 
 
@@ -63,7 +62,7 @@ def test_each_preparation_is_done_once_and_charged_to_all_who_need_it(engine: Fu
 def test_enriched_passages_are_charged_with_the_framed_ones_they_are_made_from(
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seams.nearest_passages(monkeypatch, lambda passages: [[1], [2], [0]])
+    monkeypatch.setattr("benchmarks.preparation.embedded_neighbours", lambda passages: [[1], [2], [0]])
     costs = prepare(engine, configurations(["fusionrag", "reuse"], [0.1]), PASSAGES)
     enriched, framed = costs["warm enriched"], costs["warm framed"]
     assert enriched.chunks == framed.chunks == 3

@@ -10,14 +10,13 @@ import pytest
 from benchmarks import peer
 from benchmarks.runner import Run as Records
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, QCFuseError
-from tests.support import seams
 from tests.support.cli import Run
 
 
 @pytest.mark.real
 def test_all_sides_answer(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("xllamacpp")
-    seams.pause_between_sides(monkeypatch, 0)  # no figure here is compared
+    monkeypatch.setattr("benchmarks.peer.WAIT_S", 0)  # no figure here is compared
     out = tmp_path / "peer.json"
     run.text("peer", "--context", 64, "--answers", "3", "--repeats", 1, "--ratios", ".05,.2", "--json", out)
     result = json.loads(out.read_text())

@@ -25,7 +25,6 @@ from qcfuse_rag.models.cpu_weights import multiplies_float16_weights, pack_float
 from qcfuse_rag.runtime.forward import forward_step
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.verification.exactness import stock_attention
-from tests.support import seams
 from tests.support.cli import Run
 
 TINY = {
@@ -43,7 +42,7 @@ TINY = {
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     """Return a tiny model, on a machine whose rates need not be measured: that takes seconds."""
-    seams.measured_ceilings(monkeypatch, lambda *_: Ceilings(1e11, 1e10, 5e9))
+    monkeypatch.setattr("benchmarks.speed.measure_ceilings", lambda *_: Ceilings(1e11, 1e10, 5e9))
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     return random_model("tiny", device="cpu")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Method, SamplingParams, make_method
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Method, make_method
 from qcfuse_rag.methods.captures.slots import context_of, fact
 from qcfuse_rag.methods.epic import BEGUN
 from qcfuse_rag.methods.fusionrag import ENRICHED
@@ -25,9 +25,7 @@ from qcfuse_rag.store.admin import fsck
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.documents.sources import manifest_damage
 from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED
-from tests.support import seams
-from tests.support.captures import capture
-from tests.support.engines import make_engine
+from tests.support.engines import answer_of, capture, make_engine
 from tests.support.fixed_model import fixed_model, fixed_tokenizer
 
 FOLDER = Path(__file__).parent.parent / "data" / "store-1befeb8"
@@ -73,12 +71,8 @@ def new_engine(lm: LanguageModel) -> FusionEngine:
     engine = make_engine(lm, MemoryStore())
     engine.warm(PASSAGES, sources=SOURCES, bases=BASES, neighbours=NEIGHBOURS)
     capture(engine, [PASSAGES], keep=KINDS)
-    tokens = iter([*lm.tokenizer(ANSWER, add_special_tokens=False)["input_ids"], lm.tokenizer.eos_token_id])
-    with pytest.MonkeyPatch.context() as patch:
-        seams.sampler(patch, lambda params, lm: lambda *_: next(tokens))
-        prompt = engine.prompt(QUESTION, PASSAGES)
-        stream = engine.stream(prompt, SamplingParams(max_new_tokens=100), method=make_method("full"))
-        assert store_answer(engine.corpus.entry_writer(), stream).reason is None
+    stream = answer_of(engine, engine.prompt(QUESTION, PASSAGES), ANSWER)
+    assert store_answer(engine.corpus.entry_writer(), stream).reason is None
     return engine
 
 

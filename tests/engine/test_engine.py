@@ -22,12 +22,11 @@ from qcfuse_rag import (
     open_store,
 )
 from qcfuse_rag.errors import InvalidTemplate, PromptTooLong, StoreError
-from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.codec import MappedFile, StoredBlocks, open_chunk
 from qcfuse_rag.store.key import BLIND, FRAMED, Base
 from tests.support import references, seams
 from tests.support.cases import cases
-from tests.support.engines import make_engine
+from tests.support.engines import make_engine, stored_chunk
 from tests.support.passages import PASSAGES, QUESTION
 
 QCFUSE = make_method("qcfuse", ratio=0.3, base=FRAMED)
@@ -36,12 +35,6 @@ ONE_MESSAGE = PromptTemplate(messages=(("user", "{context}{question}"),))
 
 def full_logits(engine: FusionEngine, ids: tuple[int, ...]) -> torch.Tensor:
     return references.plain_forward(engine.lm, ids)[0][-1]
-
-
-def stored(engine: FusionEngine, text: str, base: object = FRAMED) -> ChunkKV:
-    found = engine.store.get(base.key(engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(text)))  # type: ignore[attr-defined]
-    assert isinstance(found, ChunkKV)
-    return found
 
 
 def test_the_same_chunk_twice_in_a_prompt(engine: FusionEngine) -> None:
@@ -159,7 +152,7 @@ def test_chunks_warmed_alone_are_the_same_bytes_whatever_is_warmed_beside_or_bef
     engines[0].warm(PASSAGES, batch_tokens=1)
     engines[1].warm(PASSAGES[::-1], batch_tokens=1)
     engines[2].warm([PASSAGES[1]], batch_tokens=1)
-    first, other, alone = (stored(engine, PASSAGES[1]) for engine in engines)
+    first, other, alone = (stored_chunk(engine, PASSAGES[1]) for engine in engines)
     for name in first.names():
         assert torch.equal(first.blocks[name], other.blocks[name])
         assert torch.equal(first.blocks[name], alone.blocks[name])
@@ -169,7 +162,7 @@ def test_stored_keys_are_unrotated(engine: FusionEngine) -> None:
     """A layer's keys at position 0 are what is stored, whatever the position; layer 0 depends on the token alone."""
     engine.warm(["one one one one"], bases=(BLIND,))
     ids = engine.prompts.chunk_ids("one one one one")
-    keys, _ = stored(engine, "one one one one", BLIND).layer(0)
+    keys, _ = stored_chunk(engine, "one one one one", BLIND).layer(0)
     again = [i for i, token in enumerate(ids) if token == ids[-3]]
     assert len(again) > 1
     assert torch.allclose(keys[:, again[0]], keys[:, again[-1]], atol=1e-5)
@@ -203,10 +196,11 @@ def damage(path: Path, block: str) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("block", "method"), [("ranking", "qcfuse"), ("key.0", "reuse")])
+@pytest.mark.parametrize(("block", "method"), [("ranking", "qcfuse"), ("key.0", "reuse"), ("value.3", "reuse")])
 def test_damage_in_any_block_is_recomputed_reported_and_healed(
     llama: LanguageModel, tmp_path: Path, block: str, method: str
 ) -> None:
+    """Rows over the damaged chunk are those of full prefill, also if only the last layer shows the damage."""
     with DiskStore(tmp_path) as store:
         engine = make_engine(llama, store)
         engine.warm(PASSAGES)
@@ -214,10 +208,15 @@ def test_damage_in_any_block_is_recomputed_reported_and_healed(
         sound = engine.prefill(prompt, method=chosen)
         key = FRAMED.key(llama.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids)
         damage(store.files.path(key.address), block)
+        passage = prompt.chunks[1].start, prompt.chunks[1].stop
         done = engine.prefill(prompt, method=chosen)
         assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
         assert done.report.fallback == f"1 of 3 passages computed in full: checksum of block {block} differs"
         assert torch.isfinite(done.logits).all()
+        if method == "reuse":
+            at, table = slice(*passage), references.plain_forward(llama, prompt.ids[: passage[1]])[1]
+            assert torch.allclose(done.buffer.values[3][:, :, at], table[3][1][:, :, at], atol=1e-4)
+        assert store.stats()[0].discarded == 1
         assert engine.warm(PASSAGES).warmed == 1
         assert torch.equal(engine.prefill(prompt, method=chosen).logits, sound.logits)
 
@@ -266,22 +265,6 @@ def test_a_question_before_the_passages_chooses_all_the_same(llama: LanguageMode
     chosen = [engine.prefill(prompt, method=make_method("qcfuse", ratio=0.2)).report for prompt in prompts]
     offset = len(prompts[1]) - len(prompts[0])
     assert chosen[0].selected != tuple(position - offset for position in chosen[1].selected)
-
-
-def test_rows_over_a_damaged_chunk_are_those_of_full_prefill(llama: LanguageModel, tmp_path: Path) -> None:
-    with DiskStore(tmp_path) as store:
-        engine = make_engine(llama, store)
-        engine.warm(PASSAGES)
-        prompt = engine.prompt(QUESTION, PASSAGES)
-        key = FRAMED.key(llama.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids)
-        damage(store.files.path(key.address), "value.3")  # found only when the last layer is read
-        done = engine.prefill(prompt, method=make_method("reuse"))
-        assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
-        assert done.report.fallback == "1 of 3 passages computed in full: checksum of block value.3 differs"
-        table = references.plain_forward(llama, prompt.ids[: prompt.chunks[1].stop])[1]
-        at = slice(prompt.chunks[1].start, prompt.chunks[1].stop)
-        assert torch.allclose(done.buffer.values[3][:, :, at], table[3][1][:, :, at], atol=1e-4)
-        assert store.stats()[0].discarded == 1
 
 
 def test_a_store_that_cannot_be_written_says_so(llama: LanguageModel) -> None:
@@ -354,5 +337,5 @@ def test_warming_up_does_beforehand_what_the_first_request_would_wait_for(
         raise AssertionError("costs are measured in a request")
 
     seams.measured_passes(monkeypatch, measured)
-    seams.measured_loading(monkeypatch, measured)
+    monkeypatch.setattr("qcfuse_rag.runtime.cost.measure_loading", measured)
     assert engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=2)).ids

@@ -23,9 +23,8 @@ from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.store.backends.base import EntryInfo
 from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
-from tests.support.engines import look_up, make_engine
+from tests.support.engines import loading_first, look_up, make_engine
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.runners import loading_first
 
 FAST = Costs(pass_s=0.01, row_s=0.001, load_s=1e-6)
 DEAR = replace(FAST, load_s=0.1)

@@ -16,8 +16,7 @@ from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, ChunkKey
-from tests.support.damage import damaged
-from tests.support.engines import look_up, make_engine
+from tests.support.engines import damaged, look_up, make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 AUTO = make_method("auto", ratio=0.2, guard=False)

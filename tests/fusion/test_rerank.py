@@ -13,7 +13,7 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, PRIMED, ChunkKey
 from tests.support import references
-from tests.support.damage import damaged
+from tests.support.engines import damaged
 from tests.support.passages import PASSAGES, QUESTION
 
 REUSE = make_method("reuse", base=FRAMED)

@@ -15,8 +15,7 @@ from qcfuse_rag.methods.epic import BEGUN
 from qcfuse_rag.methods.fusionrag import ENRICHED
 from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, Base
 from tests.support import references
-from tests.support.captures import capture
-from tests.support.engines import make_engine
+from tests.support.engines import capture, make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import error
 

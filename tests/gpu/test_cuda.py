@@ -14,10 +14,9 @@ from qcfuse_rag.runtime.forward import forward_step
 from qcfuse_rag.runtime.graphs.recorder import GraphRecorder
 from qcfuse_rag.store.key import BLIND, FRAMED
 from qcfuse_rag.verification.exactness import check_exact
-from tests.support.engines import make_engine
+from tests.support.engines import loading_first, make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.runners import loading_first
 
 pytestmark = [
     pytest.mark.gpu,

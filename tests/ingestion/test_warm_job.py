@@ -28,9 +28,7 @@ from qcfuse_rag.methods.fusionrag import ENRICHED
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.codec import entry_bytes
 from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, hash_ids
-from tests.support import seams
-from tests.support.captures import capture
-from tests.support.engines import METHOD, make_engine
+from tests.support.engines import METHOD, capture, make_engine, stored_chunk
 from tests.support.passages import PASSAGES
 
 MANY = [f"{PASSAGES[i % 3]} Number {i}." * (1 + i % 4) for i in range(12)]
@@ -69,7 +67,7 @@ def test_the_primer_counts_once_in_a_plans_time(llama: LanguageModel, monkeypatc
 
     engine = make_engine(llama, MemoryStore(), method=make_method("auto"))
     job = engine.corpus.warm_job(ids_of(engine, MANY), bases=(PRIMED,), batch_tokens=1)
-    seams.primer_prefill(monkeypatch, slow)
+    monkeypatch.setattr("qcfuse_rag.ingestion.prefill.prefill_chunk", slow)
     monkeypatch.setattr(warm_job.time, "perf_counter", lambda: clock)
     assert job.plan(measure=True).seconds == 1, "and not once for each of 12 batches"
 
@@ -100,7 +98,8 @@ def test_the_most_wanted_come_first(engine: FusionEngine, monkeypatch: pytest.Mo
     def note(done: int, total: int) -> None:
         order.extend(i for i, key in enumerate(keys) if key in engine.store and i not in order)
 
-    seams.batches_per_group(monkeypatch, 1)  # otherwise sorted by length within 32 batches
+    # otherwise sorted by length within 32 batches
+    monkeypatch.setattr("qcfuse_rag.ingestion.batches.BATCHES_PER_GROUP", 1)
     engine.corpus.warm_job(ids, priority=priority, batch_tokens=1).run(note)
     wanted = [priority[i] for i in order]
     assert wanted == sorted(priority, reverse=True)
@@ -174,10 +173,7 @@ def test_quantized_stores_do_not_prefill_behind_a_quantized_system_prefix(llama:
     once.warm(MANY[:2], batch_tokens=1)
     twice.warm(MANY[:1], batch_tokens=1)
     twice.warm(MANY[:2], batch_tokens=1)
-    [key] = once.corpus.keys(once.prompts.chunk_ids(MANY[1]), [FRAMED])
-    first, second = once.store.get(key), twice.store.get(key)
-    assert isinstance(first, ChunkKV)
-    assert isinstance(second, ChunkKV)
+    first, second = (stored_chunk(engine, MANY[1]) for engine in (once, twice))
     assert all((first.blocks[name] == second.blocks[name]).all() for name in first.names())
 
 
@@ -263,10 +259,7 @@ def test_a_system_prefix_that_cannot_be_read_is_computed_again(
         assert engine.warm(MANY[:2]).warmed == 1
     fresh = make_engine(engine.lm, MemoryStore())
     fresh.warm(MANY[1:2])
-    [key] = engine.corpus.keys(engine.prompts.chunk_ids(MANY[1]), [FRAMED])
-    ours, expected = engine.store.get(key), fresh.store.get(key)
-    assert isinstance(ours, ChunkKV)
-    assert isinstance(expected, ChunkKV)
+    ours, expected = (stored_chunk(each, MANY[1]) for each in (engine, fresh))
     assert all(torch.equal(ours.blocks[name], expected.blocks[name]) for name in expected.names())
 
 
@@ -304,11 +297,9 @@ def test_a_plan_says_what_would_be_refreshed(engine: FusionEngine) -> None:
 def test_neighbours_are_chosen_by_the_vectors(engine: FusionEngine) -> None:
     vectors = np.eye(4, dtype=np.float32)[[0, 1, 0, 1]] + np.float32(0.01)
     engine.warm(MANY[:4], bases=(ENRICHED,), vectors=vectors)
-    ids = ids_of(engine, MANY[:4])
-    chunk = engine.store.get(engine.corpus.keys(ids[0], [ENRICHED])[0])
-    assert isinstance(chunk, ChunkKV)
-    assert context_of(chunk) is not None
-    assert context_of(chunk)[0] == hash_ids(ids[2])
+    context = context_of(stored_chunk(engine, MANY[0], ENRICHED))
+    assert context is not None
+    assert context[0] == hash_ids(engine.prompts.chunk_ids(MANY[2]))
 
 
 def test_a_part_of_the_corpus_does_not_make_enriched_passages_stale(engine: FusionEngine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +12,15 @@ import torch
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method, open_store
 from qcfuse_rag.fusion.probes import NamedLayers, QuestionProbe
 from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
-from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS, primer_ids
 from qcfuse_rag.ingestion.warm_job import WarmJob
-from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
-from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, PRIMED
 from tests.support import references
-from tests.support.engines import look_up
+from tests.support.engines import placed, stored_chunk
 from tests.support.passages import PASSAGES, QUESTION
 
-UNGUARDED = make_method("auto", ratio=0.2, guard=False)
+UNGUARDED, REUSE = make_method("auto", ratio=0.2, guard=False), make_method("reuse", base=FRAMED)
 
 
 @pytest.fixture
@@ -32,12 +28,6 @@ def warmed(llama: LanguageModel) -> FusionEngine:
     engine = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
     engine.warm(PASSAGES)
     return engine
-
-
-def stored(engine: FusionEngine, text: str) -> ChunkKV:
-    chunk = engine.store.get(engine.corpus.keys(engine.prompts.chunk_ids(text), [PRIMED])[0])
-    assert isinstance(chunk, ChunkKV)
-    return chunk
 
 
 # --- primed caches
@@ -48,16 +38,16 @@ def test_a_primed_chunk_is_prefilled_behind_system_prefix_and_primer(warmed: Fus
     primer = primer_ids([warmed.prompts.chunk_ids(passage) for passage in PRIMER], warmed.lm.context_window.tokens)
     ids = warmed.prompts.chunk_ids(PASSAGES[1])
     expected = references.alone_at(warmed.lm, ids, len(prefix_ids) + len(primer), before=prefix_ids + primer)
-    references.assert_chunk_is(warmed.lm, stored(warmed, PASSAGES[1]), expected, len(prefix_ids) + len(primer))
+    references.assert_chunk_is(
+        warmed.lm, stored_chunk(warmed, PASSAGES[1], PRIMED), expected, len(prefix_ids) + len(primer)
+    )
 
 
 def test_a_primed_chunk_does_not_depend_on_other_entries(llama: LanguageModel, warmed: FusionEngine) -> None:
     alone = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
     alone.warm(PASSAGES[2:])
-    first, second = stored(alone, PASSAGES[2]), stored(warmed, PASSAGES[2])
-    for layer in range(first.n_layers):
-        for a, b in zip(first.layer(layer), second.layer(layer), strict=True):
-            assert torch.allclose(a, b, atol=1e-5)
+    first, second = (stored_chunk(engine, PASSAGES[2], PRIMED) for engine in (alone, warmed))
+    references.assert_same_layers(first, second, 1e-5)
 
 
 def test_the_primer_is_computed_once_for_all_jobs(llama: LanguageModel) -> None:
@@ -96,12 +86,9 @@ def test_a_primer_is_the_last_passages_that_fit() -> None:
     assert primer_ids(passages, 4 * 100) == (3,) * 100
 
 
-def test_the_whole_primer_fits_common_tokenizers() -> None:
+def test_the_whole_primer_fits_common_tokenizers_and_has_no_digits() -> None:
     passages = [tuple(range(len(passage) // 4)) for passage in PRIMER]  # four characters a token, as usual in English
     assert len(primer_ids(passages, 4096)) == sum(map(len, passages))
-
-
-def test_the_primer_has_no_digits() -> None:
     assert not any(character.isdigit() for passage in PRIMER for character in passage)
 
 
@@ -119,13 +106,8 @@ def test_caches_behind_another_primer_have_other_keys(engine: FusionEngine) -> N
 
 def test_the_first_passage_is_exact_and_the_others_primed(warmed: FusionEngine) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
-    fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-    fused.load(look_up(warmed.lm, warmed.store, prompt, UNGUARDED), WaitBudget(None))
-    assert [placed.exact for placed in fused.placed_chunks] == [True, False, False]
-    without = make_method("auto", exact_first=False)
-    fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-    fused.load(look_up(warmed.lm, warmed.store, prompt, without), WaitBudget(None))
-    assert [placed.exact for placed in fused.placed_chunks] == [False, False, False]
+    for method, exact in ((UNGUARDED, [True, False, False]), (make_method("auto", exact_first=False), [False] * 3)):
+        assert [chunk.exact for chunk in placed(warmed, prompt, method).placed_chunks] == exact
 
 
 def test_one_passage_is_answered_as_full_prefill_would(warmed: FusionEngine) -> None:
@@ -148,9 +130,7 @@ def test_a_passage_not_primed_yet_is_taken_framed_and_one_not_stored_is_computed
 @pytest.mark.parametrize("rows", ["question", "suffix"])
 def test_the_probe_runs_the_question_or_the_suffix(warmed: FusionEngine, rows: str) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
-    fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-    fused.load(look_up(warmed.lm, warmed.store, prompt, make_method("reuse", base=FRAMED)), WaitBudget(None))
-    probe_rows = fused.probe_rows(suffix=rows == "suffix").tolist()
+    probe_rows = placed(warmed, prompt, REUSE).probe_rows(suffix=rows == "suffix").tolist()
     assert probe_rows[0] == prompt.chunks[-1].stop
     last = next(span.stop for span in prompt.spans if span.segment.role.value == "question")
     assert probe_rows[-1] + 1 == (len(prompt) if rows == "suffix" else last)
@@ -179,8 +159,7 @@ def test_normalized_layers_weigh_the_same(warmed: FusionEngine) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
     scores = {}
     for normalized in (False, True):
-        fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
-        fused.load(look_up(warmed.lm, warmed.store, prompt, make_method("reuse", base=FRAMED)), WaitBudget(None))
+        fused = placed(warmed, prompt, REUSE)
         scores[normalized] = QuestionProbe(layers="all", normalized=normalized).scores(fused).by_layer
     counted = candidate_positions(recomputable_chunks(fused))
     by_hand = scores[False][:, counted] / scores[False][:, counted].sum(1, keepdim=True)
@@ -203,35 +182,17 @@ def test_an_invalid_probe_is_refused() -> None:
 
 @pytest.mark.slow
 def test_greedy_answers_do_not_depend_on_earlier_requests(llama: LanguageModel, tmp_path: Path) -> None:
-    """Five histories over one store: none, the same question, others, other methods, and an evicted memory tier.
-
-    The guard is off: whether a prompt is fused depends on what is in memory.
-    """
-    method = make_method("auto", ratio=0.2, guard=False)
+    """Nor on whether memory was too small to keep chunks; fused chunks are not stored."""
     with DiskStore(tmp_path / "kv") as store:
-        FusionEngine(llama, store, method=method).warm(PASSAGES)
-    draw = random.Random(0)
-
-    def other(engine: FusionEngine, name: str | None = None) -> None:
-        passages = draw.sample(PASSAGES, k=draw.randint(1, 3))
-        chosen = None if name is None else make_method(name)
-        engine.generate(engine.prompt("Who has a key?", passages), SamplingParams(max_new_tokens=3), method=chosen)
-
-    def histories(engine: FusionEngine, number: int) -> None:
-        for _ in range((0, 1, 6, 4, 8)[number]):
-            if number == 1:
-                engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=3))
-            else:
-                other(engine, {2: None, 3: "full", 4: None}[number])
-
-    answers, written = [], []
-    for number in range(5):
-        memory_bytes = 1 << 16 if number == 4 else 1 << 30  # too little memory to keep chunks
+        FusionEngine(llama, store, method=UNGUARDED).warm(PASSAGES)
+    other, outcomes = "Who has a key?", set()
+    histories = ([], [(QUESTION, None)], [(other, None)] * 6, [(other, make_method("full"))] * 4, [(other, None)] * 8)
+    for history, memory_bytes in zip(histories, (1 << 30, 1 << 30, 1 << 30, 1 << 30, 1 << 16), strict=True):
         with open_store(tmp_path / "kv", memory_bytes=memory_bytes) as store:
-            engine = FusionEngine(llama, store, method=method)
-            histories(engine, number)
+            engine = FusionEngine(llama, store, method=UNGUARDED)
+            for number, (question, method) in enumerate(history):
+                prompt = engine.prompt(question, PASSAGES[number % 3 :])
+                engine.generate(prompt, SamplingParams(max_new_tokens=3), method=method)
             done = engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=16))
-            answers.append(done.ids)
-            written.append(sum(1 for _ in store.entries()))
-    assert len(set(answers)) == 1, answers
-    assert len(set(written)) == 1, "fused chunks are not stored"
+            outcomes.add((done.ids, sum(1 for _ in store.entries())))
+    assert len(outcomes) == 1

@@ -17,7 +17,6 @@ from qcfuse_rag.methods.captures import attention as statistics
 from qcfuse_rag.methods.captures.job import capture_chunks
 from qcfuse_rag.methods.captures.slots import (
     Slot,
-    SlotKind,
     context_of,
     fact,
     filled_slots,
@@ -26,14 +25,11 @@ from qcfuse_rag.methods.captures.slots import (
     worth_by_use,
 )
 from qcfuse_rag.methods.rankings import ranked
-from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
-from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import BLIND, FRAMED, hash_ids
+from qcfuse_rag.store.key import BLIND, FRAMED, Base, hash_ids
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
 from tests.support import references
-from tests.support.captures import capture, slots_of
-from tests.support.engines import make_engine
+from tests.support.engines import capture, make_engine, slots_of, stored_chunk
 from tests.support.passages import PASSAGES, QUESTION
 
 TOLERANCE = 1e-4
@@ -48,17 +44,6 @@ def prompt(engine: FusionEngine) -> Prompt:
 def captured(lm: LanguageModel, prompt: Prompt) -> list[ChunkKV]:
     """Capture a prompt's passages, as `Corpus.capture` does."""
     return capture_chunks(lm, prompt.prefix_ids, [span.segment.stored_ids for span in prompt.chunks])
-
-
-def eager_attention(lm: LanguageModel, ids: tuple[int, ...]) -> Tensor:
-    """Return transformers' own attention weights, `[L, T, T]`, mean over heads."""
-    lm.model.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            weights = lm.model(torch.tensor([ids], device=lm.device), output_attentions=True).attentions
-    finally:
-        lm.model.set_attn_implementation(ATTENTION_NAME)
-    return torch.stack([layer[0].mean(0) for layer in weights])
 
 
 def statistics_by_hand(weights: Tensor, spans: list[range]) -> list[tuple[float, list[float], list[float]]]:
@@ -88,13 +73,8 @@ def test_captured_passages_are_those_of_the_models_own_forward(family: LanguageM
     chunks = captured(family, prompt)
     assert len(chunks) == len(PASSAGES) - 1
     for span, chunk in zip(prompt.chunks[1:], chunks, strict=True):
-        buffer = family.empty_buffer(len(prompt))
-        copy_chunk(buffer, span.start, chunk)
-        rotate_buffer(buffer, family.ropes, span.start, span.stop)
-        positions = slice(span.start, span.stop)
-        for layer, (keys, values) in enumerate(table):
-            assert (buffer.keys[layer][:, :, positions] - keys[:, :, positions]).abs().max() <= TOLERANCE
-            assert (buffer.values[layer][:, :, positions] - values[:, :, positions]).abs().max() <= TOLERANCE
+        at = slice(span.start, span.stop)
+        references.assert_chunk_is(family, chunk, [(k[:, :, at], v[:, :, at]) for k, v in table], span.start)
 
 
 def test_statistics_are_those_of_the_models_own_attention(family: LanguageModel) -> None:
@@ -102,7 +82,7 @@ def test_statistics_are_those_of_the_models_own_attention(family: LanguageModel)
         pytest.skip("its attention has learned sinks, which the statistics ignore")
     prompt = make_engine(family, MemoryStore()).prompt(QUESTION, PASSAGES)
     spans = [range(span.start, span.stop) for span in prompt.chunks]
-    expected = statistics_by_hand(eager_attention(family, prompt.ids), spans)
+    expected = statistics_by_hand(references.eager_attention(family, prompt.ids).mean(1), spans)
     for chunk, (impact, inter, tokens) in zip(captured(family, prompt), expected, strict=True):
         assert fact(chunk, "cci") == pytest.approx((impact,), abs=1e-5)
         assert fact(chunk, "inter") == pytest.approx(inter, rel=1e-3, abs=1e-4)
@@ -170,15 +150,6 @@ def context(*numbers: int) -> tuple[str, ...]:
 def slot(number: int, *neighbours: int, turn: float = 0.0) -> Slot:
     chunk = replace(example_chunk(number), notes={"context": list(context(*neighbours)), "facts": {"turn": [turn]}})
     return Slot(number, slot_key("variant", number, FINGERPRINT, PREFIX_IDS, IDS), chunk, context(*neighbours))
-
-
-def test_the_keys_of_slots_differ_from_each_other_and_from_those_of_the_bases() -> None:
-    kinds: list[SlotKind] = ["variant", "difference", "patch"]
-    keys = [slot_key(kind, number, FINGERPRINT, PREFIX_IDS, IDS) for kind in kinds for number in range(3)]
-    keys.append(FRAMED.key(FINGERPRINT, PREFIX_IDS, IDS))
-    assert len({key.address for key in keys}) == 10
-    assert keys[4].base == "difference-1"
-    assert {(key.prefix, key.ids) for key in keys} == {(hash_ids(PREFIX_IDS), hash_ids(IDS))}
 
 
 def test_what_is_there_is_found_whatever_gaps_there_are_and_is_not_used_by_that() -> None:
@@ -266,9 +237,7 @@ def test_no_more_contexts_are_kept_than_there_are_slots_and_the_used_ones_stay(e
 
 def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine: FusionEngine) -> None:
     capture(engine, [PASSAGES], keep=("variant", "difference", "patch"), rank=64)
-    ids = engine.prompts.chunk_ids(PASSAGES[2])
-    framed = engine.store.get(FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, ids))
-    assert isinstance(framed, ChunkKV)
+    framed = stored_chunk(engine, PASSAGES[2])
     [captured] = slots_of(engine, PASSAGES[2])
     for kind, kv_dtype in (("difference", "model"), ("patch", "rank64")):
         [kept] = slots_of(engine, PASSAGES[2], kind)  # type: ignore[arg-type]
@@ -324,8 +293,9 @@ def test_tenants_have_slots_of_their_own(llama: LanguageModel) -> None:
     assert slots_of(other, PASSAGES[1]) == []
 
 
-def test_a_forgotten_document_takes_along_what_was_born_behind_its_passages(engine: FusionEngine) -> None:
-    engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
+@pytest.mark.parametrize("base", [FRAMED, ranked(BLIND, "kvzip")], ids=lambda base: base.name)
+def test_a_forgotten_document_takes_along_what_was_born_behind_its_passages(engine: FusionEngine, base: Base) -> None:
+    engine.warm(PASSAGES, bases=[base], sources=["ferry", "paint", "mill"])
     capture(engine, [PASSAGES, PASSAGES[1:]], keep=("variant", "patch"))
     assert [len(slots_of(engine, text)) for text in PASSAGES] == [0, 1, 2]
     engine.forget("ferry")
@@ -371,13 +341,6 @@ def test_what_was_forgotten_can_be_captured_again(engine: FusionEngine) -> None:
         assert capture(engine, [PASSAGES]).captured == 2
         engine.forget("ferry")
     assert engine.corpus.open_sources().garbage.collect() == 0
-
-
-def test_a_forgotten_document_takes_along_what_was_captured_beside_another_ranking(engine: FusionEngine) -> None:
-    engine.warm(PASSAGES, bases=[ranked(BLIND, "kvzip")], sources=["ferry", "paint", "mill"])
-    capture(engine, [PASSAGES])
-    engine.forget("ferry")
-    assert slots_of(engine, PASSAGES[1]) == slots_of(engine, PASSAGES[2]) == []
 
 
 def test_a_fault_in_a_capture_is_raised_and_is_no_reason_of_a_group(

@@ -20,35 +20,28 @@ def profile_of(lm: LanguageModel, layers: tuple[int, ...]) -> dict[str, Any]:
     return {**fields, "layers": list(layers), "recall": recall}
 
 
-def save(profile: dict[str, Any], folder: Path) -> None:
-    (folder / PROFILE_FILE).write_text(json.dumps(profile))
-
-
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("content", "reason"),
     [
         ({"format": "other"}, "its format is not qcfuse-profile-1"),
         ({"layers": [2, 9]}, "layers must be indices of the 4 layers"),
         ({"layers": []}, "layers must be indices"),
         ({"layers": [True]}, "layers must be indices"),
         ({"fingerprint": 3}, "is not used"),
+        ({"recall": [0.5] * 5, "layers": [4]}, "it has 5 layers and the model 4"),
+        *(
+            (content, "is not used: ")
+            for content in (b"", b'{"format": "qcfuse-pro', b"[]", b"\xff\xfe", b"[" * 100_000)
+        ),
     ],
 )
-def test_a_damaged_profile_is_ignored_and_says_what_is_wrong(
-    llama: LanguageModel, tmp_path: Path, change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+def test_a_damaged_profile_is_ignored_and_the_log_says_what_is_wrong(
+    llama: LanguageModel, tmp_path: Path, content: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save({**profile_of(llama, (0,)), **change}, tmp_path)
+    whole = content if isinstance(content, bytes) else json.dumps({**profile_of(llama, (0,)), **content}).encode()
+    (tmp_path / PROFILE_FILE).write_bytes(whole)
     assert critical_layers(llama, tmp_path) == layers_by_depth(4)
     assert reason in caplog.text
-
-
-@pytest.mark.parametrize("content", [b"", b'{"format": "qcfuse-pro', b"[]", b"\xff\xfe", b"[" * 100_000])
-def test_a_file_that_is_no_profile_is_ignored_beside_a_store(
-    llama: LanguageModel, tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / PROFILE_FILE).write_bytes(content)
-    assert critical_layers(llama, tmp_path) == layers_by_depth(4)
-    assert "is not used: " in caplog.text
 
 
 def load(model: str, store: Any, **options: Any) -> FusionEngine:
@@ -74,7 +67,7 @@ def test_a_profile_beside_the_store_chooses_what_qcfuse_recomputes(
         assert critical_layers(engine.lm, tmp_path) == layers_by_depth(4) == (1, 2, 3)
         by_depth, wanted = selected(engine), selected(engine, layers=(0,))
         assert by_depth != wanted, "other layers must choose otherwise here"
-    save(profile_of(lm, (0,)), tmp_path)
+    (tmp_path / PROFILE_FILE).write_text(json.dumps(profile_of(lm, (0,))))
     with load(model_folder, tmp_path) as engine:
         assert selected(engine) == wanted
         assert selected(engine, layers=(1, 2, 3)) == by_depth, "layers that are named win"
@@ -86,18 +79,9 @@ def test_a_profile_beside_the_store_chooses_what_qcfuse_recomputes(
 def test_a_profile_of_another_model_is_ignored_beside_a_store(
     llama: LanguageModel, lm: LanguageModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(profile_of(llama, (0,)), tmp_path)
+    (tmp_path / PROFILE_FILE).write_text(json.dumps(profile_of(llama, (0,))))
     assert critical_layers(lm, tmp_path) == (1, 2, 3)
     assert (
         "is not used: it is of another model (llama): config differ; make it again with `python -m benchmarks profile`"
         in caplog.text
     )
-
-
-def test_a_profile_edited_to_have_more_layers_than_the_model_is_not_of_it(
-    lm: LanguageModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    profile = profile_of(lm, (0,))
-    save({**profile, "recall": [*profile["recall"], 0.5], "layers": [4]}, tmp_path)
-    assert critical_layers(lm, tmp_path) == (1, 2, 3)
-    assert "it has 5 layers and the model 4" in caplog.text

@@ -18,20 +18,14 @@ from qcfuse_rag.methods.epic import BEGUN
 from qcfuse_rag.methods.fusionrag import ENRICHED, fit_neighbours, retrieved_together
 from qcfuse_rag.methods.rankings import Ranking, ranked
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import BLIND, FRAMED, Base
+from qcfuse_rag.store.key import BLIND, FRAMED
 from qcfuse_rag.verification.exactness import stock_attention
 from tests.methods.test_methods import attention_of_question, best
-from tests.support import references, seams
-from tests.support.engines import make_engine
+from tests.support import references
+from tests.support.engines import make_engine, stored_chunk
 from tests.support.passages import PASSAGES, QUESTION
 
 TOLERANCE = 1e-4
-
-
-def stored(engine: FusionEngine, base: Base, text: str) -> ChunkKV:
-    chunk = engine.store.get(engine.corpus.keys(engine.prompts.chunk_ids(text), (base,))[0])
-    assert isinstance(chunk, ChunkKV)
-    return chunk
 
 
 @torch.inference_mode()
@@ -61,14 +55,14 @@ def test_enriched_chunks_are_prefilled_behind_their_neighbours_first_pass_caches
     assert 64 <= total < 128, "so that it is made a multiple of four"
     start = len(prefix_ids) + total - total % 4
     expected = behind_caches(engine.lm, prefix_ids, [ids[2], ids[1]], start, ids[0])
-    references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[0]), expected, start)
+    references.assert_chunk_is(engine.lm, stored_chunk(engine, PASSAGES[0], ENRICHED), expected, start)
     references.assert_chunk_is(
         engine.lm,
-        stored(engine, ENRICHED, PASSAGES[1]),
+        stored_chunk(engine, PASSAGES[1], ENRICHED),
         references.alone_at(engine.lm, ids[1], len(prefix_ids), before=prefix_ids),
         len(prefix_ids),
     )
-    assert stored(engine, FRAMED, PASSAGES[2]).n_tokens == len(ids[2]), "the first pass is kept"
+    assert stored_chunk(engine, PASSAGES[2], FRAMED).n_tokens == len(ids[2]), "the first pass is kept"
 
 
 def test_a_passage_is_never_enriched_by_its_own_text_nor_twice_by_another(llama: LanguageModel) -> None:
@@ -78,9 +72,7 @@ def test_a_passage_is_never_enriched_by_its_own_text_nor_twice_by_another(llama:
     again.warm(
         [PASSAGES[0], PASSAGES[1], PASSAGES[0], *PASSAGES[1:]], bases=(ENRICHED,), neighbours=twice, batch_tokens=1
     )
-    for layer in range(llama.n_layers):
-        pairs = zip(*(stored(engine, ENRICHED, PASSAGES[0]).layer(layer) for engine in (once, again)), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
+    references.assert_same_layers(*(stored_chunk(engine, PASSAGES[0], ENRICHED) for engine in (once, again)))
 
 
 def test_enrichment_does_not_depend_on_what_was_stored_before(llama: LanguageModel) -> None:
@@ -91,11 +83,7 @@ def test_enrichment_does_not_depend_on_what_was_stored_before(llama: LanguageMod
         twice.warm(PASSAGES[:2], bases=(FRAMED,), batch_tokens=1)
         twice.warm(PASSAGES, bases=(ENRICHED, BLIND), neighbours=neighbours, batch_tokens=1)
     for text in PASSAGES:
-        for layer in range(llama.n_layers):
-            pairs = zip(
-                stored(once, ENRICHED, text).layer(layer), stored(twice, ENRICHED, text).layer(layer), strict=True
-            )
-            assert all(torch.equal(a, b) for a, b in pairs)
+        references.assert_same_layers(*(stored_chunk(engine, text, ENRICHED) for engine in (once, twice)))
 
 
 def test_enriched_chunks_are_never_taken_for_exact(engine: FusionEngine) -> None:
@@ -126,7 +114,7 @@ def test_neighbours_that_do_not_fit_the_window_are_left_out(engine: FusionEngine
     lengths = list(map(len, fitting))
     start = fit_neighbours(len(ids[1]), len(prefix_ids), lengths, engine.lm.context_window.tokens).length
     expected = behind_caches(engine.lm, prefix_ids, fitting, start, ids[1])
-    references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[1]), expected, start)
+    references.assert_chunk_is(engine.lm, stored_chunk(engine, PASSAGES[1], ENRICHED), expected, start)
 
 
 def test_chunks_with_prefixes_of_the_same_length_are_enriched_together(
@@ -139,7 +127,7 @@ def test_chunks_with_prefixes_of_the_same_length_are_enriched_together(
         batches.append(len(batch))
         return prefill_chunks(lm, batch, **rest)
 
-    seams.enrichment_prefill(monkeypatch, counted)
+    monkeypatch.setattr("qcfuse_rag.methods.fusionrag.prefill_chunks", counted)
     texts = [*PASSAGES, PASSAGES[0] + " Then they went home.", PASSAGES[1] + " It rained."]
     neighbours = [[1, 2], [0, 2], [0, 1], [1, 2], [1, 2]]
     alone, together = make_engine(llama, MemoryStore()), make_engine(llama, MemoryStore())
@@ -149,11 +137,9 @@ def test_chunks_with_prefixes_of_the_same_length_are_enriched_together(
     assert max(batches[5:]) > 1
     assert sum(batches[5:]) == 5
     for text in texts:
-        ours, theirs = (stored(engine, ENRICHED, text) for engine in (together, alone))
+        ours, theirs = (stored_chunk(engine, text, ENRICHED) for engine in (together, alone))
         assert ours.notes == theirs.notes
-        for layer in range(llama.n_layers):
-            pairs = zip(ours.layer(layer), theirs.layer(layer), strict=True)
-            assert all(float((a - b).abs().max()) <= TOLERANCE for a, b in pairs)
+        references.assert_same_layers(ours, theirs, TOLERANCE)
 
 
 @given(st.lists(st.integers(1, 700), max_size=12), st.integers(0, 300), st.integers(1, 600), st.integers(300, 9000))
@@ -184,7 +170,7 @@ def test_begun_chunks_stand_behind_four_copies_of_the_prompts_first_token(engine
     engine.warm(PASSAGES, bases=(BEGUN,))
     ids = engine.prompts.chunk_ids(PASSAGES[0])
     expected = references.alone_at(engine.lm, ids, 4, before=engine.prompts.prefix_ids[:1] * 4)
-    references.assert_chunk_is(engine.lm, stored(engine, BEGUN, PASSAGES[0]), expected, 4)
+    references.assert_chunk_is(engine.lm, stored_chunk(engine, PASSAGES[0], BEGUN), expected, 4)
     method = make_method("epic", n_tokens=0)
     assert method.base is BEGUN
     report = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=method).report
@@ -213,24 +199,16 @@ def test_fusionrag_takes_the_framed_cache_of_what_is_not_enriched_yet(engine: Fu
     assert without.fallback == "1 of 3 passages computed in full: absent: stored framed, not enriched"
 
 
-@torch.inference_mode()
-def strongest_attention(lm: LanguageModel, ids: tuple[int, ...], query: tuple[int, ...]) -> list[torch.Tensor]:
-    """Return per layer the strongest attention each token of a chunk gets from the query behind it."""
-    lm.model.set_attn_implementation("eager")
-    try:
-        maps = lm.model(torch.tensor([ids + query], device=lm.device), output_attentions=True).attentions
-    finally:
-        lm.model.set_attn_implementation("qcfuse")
-    return [layer[0, :, len(ids) :, : len(ids)].amax((0, 1)) for layer in maps]
-
-
 @pytest.mark.parametrize("ranking", ["instruction", "kvzip"])
 def test_tokens_are_ranked_by_the_strongest_attention(engine: FusionEngine, ranking: Ranking) -> None:
     base = ranked(BLIND, ranking)
     engine.warm(PASSAGES, bases=(base,))
     ids, instruction = engine.prompts.chunk_ids(PASSAGES[1]), instruction_ids(engine.lm.tokenizer)
-    strongest = strongest_attention(engine.lm, ids, instruction + ids if ranking == "kvzip" else instruction)
-    for order, weights in zip(stored(engine, base, PASSAGES[1]).blocks["ranking"].tolist(), strongest, strict=True):
+    query = instruction + ids if ranking == "kvzip" else instruction
+    strongest = references.eager_attention(engine.lm, ids + query)[:, :, len(ids) :, : len(ids)].amax((1, 2))
+    for order, weights in zip(
+        stored_chunk(engine, PASSAGES[1], base).blocks["ranking"].tolist(), strongest, strict=True
+    ):
         expected = sorted(range(4, len(ids)), key=lambda token: -float(weights[token]))
         assert order == [0, 1, 2, 3, *expected]
 
@@ -238,12 +216,12 @@ def test_tokens_are_ranked_by_the_strongest_attention(engine: FusionEngine, rank
 def test_tokens_are_ranked_by_small_keys_or_by_position(engine: FusionEngine) -> None:
     for ranking in ("knorm", "sinks"):
         engine.warm(PASSAGES, bases=(ranked(BLIND, ranking),))  # type: ignore[arg-type]
-    by_norm = stored(engine, ranked(BLIND, "knorm"), PASSAGES[0])
+    by_norm = stored_chunk(engine, PASSAGES[0], ranked(BLIND, "knorm"))
     for layer in range(engine.lm.n_layers):
         norms = by_norm.layer(layer)[0].norm(dim=-1).mean(0)
         expected = sorted(range(4, by_norm.n_tokens), key=lambda token: float(norms[token]))
         assert by_norm.blocks["ranking"][layer].tolist() == [0, 1, 2, 3, *expected]
-    in_order = stored(engine, ranked(BLIND, "sinks"), PASSAGES[0]).blocks["ranking"]
+    in_order = stored_chunk(engine, PASSAGES[0], ranked(BLIND, "sinks")).blocks["ranking"]
     assert in_order.tolist() == [list(range(in_order.shape[1]))] * engine.lm.n_layers
 
 
@@ -251,7 +229,7 @@ def test_a_ranking_is_part_of_the_key(engine: FusionEngine) -> None:
     """Chunks with different rankings are different entries with the same keys and values."""
     engine.warm(PASSAGES, bases=(BLIND, ranked(BLIND, "kvzip")))
     assert engine.store.stats()[0].entries == 2 * len(PASSAGES) + 1
-    default, kvzip = stored(engine, BLIND, PASSAGES[0]), stored(engine, ranked(BLIND, "kvzip"), PASSAGES[0])
+    default, kvzip = stored_chunk(engine, PASSAGES[0], BLIND), stored_chunk(engine, PASSAGES[0], ranked(BLIND, "kvzip"))
     assert float((default.layer(2)[0] - kvzip.layer(2)[0]).abs().max()) <= TOLERANCE
     assert make_method("qcfuse", anchors="kvzip").base == ranked(BLIND, "kvzip")
     assert find_base("blind+kvzip") == ranked(BLIND, "kvzip")

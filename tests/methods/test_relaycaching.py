@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.generation.decoding import TextStream
 from qcfuse_rag.methods.captures.slots import context_of
 from qcfuse_rag.methods.relaycaching import GENERATED, RelayLayers, RelayRecompute, store_answer
-from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, hash_ids
-from tests.support import references, seams
-from tests.support.engines import make_engine
+from tests.support import references
+from tests.support.engines import answer_of, chunk_lookups, make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import error
 
@@ -27,30 +24,13 @@ TOLERANCE = 1e-4
 ANSWER = "The paint is kept in the old mill, which belongs to the council."
 OTHER = "Who has a key, and to what?"
 
-Answering = Callable[..., TextStream]
-
 
 @pytest.fixture
-def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
-    """Make a model give a fixed answer."""
-
-    def answer(engine: FusionEngine, prompt: Prompt, method: str = "full", text: str = ANSWER) -> TextStream:
-        end = engine.lm.tokenizer.eos_token_id
-        tokens = iter([*engine.lm.tokenizer(text, add_special_tokens=False)["input_ids"], end])
-        seams.sampler(monkeypatch, lambda params, lm: lambda *_: next(tokens))
-        stream = engine.stream(prompt, SamplingParams(max_new_tokens=100), method=make_method(method))
-        stream.result()
-        return stream
-
-    return answer
-
-
-@pytest.fixture
-def relayed(engine: FusionEngine, answering: Answering) -> tuple[FusionEngine, Prompt, Prompt]:
+def relayed(engine: FusionEngine) -> tuple[FusionEngine, Prompt, Prompt]:
     """Return an engine with a stored answer, its prompt, and a prompt in which the answer is the second passage."""
     engine.warm(PASSAGES, bases=(FRAMED,))
     old = engine.prompt(QUESTION, PASSAGES)
-    assert store_answer(engine.corpus.entry_writer(), answering(engine, old)).reason is None
+    assert store_answer(engine.corpus.entry_writer(), answer_of(engine, old, ANSWER)).reason is None
     return engine, old, engine.prompt(OTHER, [PASSAGES[0], ANSWER, PASSAGES[2]])
 
 
@@ -63,16 +43,10 @@ def stored(engine: FusionEngine, text: str = ANSWER) -> ChunkKV | None:
 
 def table_of(engine: FusionEngine, old: Prompt, prompt: Prompt) -> references.Table:
     """Compute the stored caches of a prompt by the model's own forward, the answer behind its prompt."""
-    tables = []
-    for span in prompt.spans:
-        before: tuple[int, ...] = ()
-        if span.segment.role == "chunk":
-            before = old.ids if span.segment.ids == engine.prompts.chunk_ids(ANSWER) else prompt.prefix_ids
-        tables.append(references.alone_at(engine.lm, span.segment.ids, span.start, before=before))
-    return [
-        (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
-        for layer in range(engine.lm.n_layers)
-    ]
+    answer = engine.prompts.chunk_ids(ANSWER)
+    return references.stored_table(
+        engine.lm, prompt, lambda span: old.ids if span.segment.ids == answer else prompt.prefix_ids
+    )
 
 
 def chosen_by_hand(lm: LanguageModel, prompt: Prompt, table: references.Table, layers: RelayLayers) -> dict[int, float]:
@@ -90,49 +64,40 @@ def chosen_by_hand(lm: LanguageModel, prompt: Prompt, table: references.Table, l
     return {p: max(deviation[p] / means[0] / 1.5, influence[p] / means[1] / 1.45) for p in candidates}
 
 
-def test_a_stored_answer_equals_the_models_own_forward_behind_its_prompt(
-    family: LanguageModel, answering: Answering
-) -> None:
+def test_a_stored_answer_equals_the_models_own_forward_behind_its_prompt(family: LanguageModel) -> None:
     engine = make_engine(family, MemoryStore())
     old = engine.prompt(QUESTION, PASSAGES)
-    kept = store_answer(engine.corpus.entry_writer(), answering(engine, old))
+    kept = store_answer(engine.corpus.entry_writer(), answer_of(engine, old, ANSWER))
     chunk, ids, start = stored(engine), engine.prompts.chunk_ids(ANSWER), 7
     assert chunk is not None
     assert (kept.tokens, chunk.n_tokens) == (len(ids), len(ids)), "no tokens of the prompt"
     assert kept.computed == len(ids) - len(family.tokenizer(ANSWER)["input_ids"]), "only the template's tokens"
     assert context_of(chunk) == tuple(hash_ids(span.segment.ids) for span in old.chunks)
-    buffer = family.empty_buffer(start + len(ids))
-    copy_chunk(buffer, start, chunk)
-    rotate_buffer(buffer, family.ropes, start, start + len(ids))
-    for layer, (keys, values) in enumerate(references.alone_at(family, ids, start, before=old.ids)):
-        assert error(buffer.keys[layer][:, :, start:], keys) <= TOLERANCE
-        assert error(buffer.values[layer][:, :, start:], values) <= TOLERANCE
+    references.assert_chunk_is(family, chunk, references.alone_at(family, ids, start, before=old.ids), start)
 
 
-def test_only_exact_answers_are_stored(engine: FusionEngine, answering: Answering) -> None:
+def test_only_exact_answers_are_stored(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
     old = engine.prompt(QUESTION, PASSAGES)
     for method in ("reuse", "qcfuse", "relaxkv"):
-        kept = store_answer(engine.corpus.entry_writer(), answering(engine, old, method))
+        kept = store_answer(engine.corpus.entry_writer(), answer_of(engine, old, ANSWER, method))
         assert kept.reason == f"an answer of method {method} may be inexact; generate it with method full"
         assert kept.key is None
     assert stored(engine) is None
 
 
-def test_an_answer_over_inexact_rows_of_an_earlier_turn_is_not_stored(
-    engine: FusionEngine, answering: Answering
-) -> None:
+def test_an_answer_over_inexact_rows_of_an_earlier_turn_is_not_stored(engine: FusionEngine) -> None:
     """A guard that refuses to fuse makes it full prefill, over what the earlier turn has left."""
-    answer = answering(engine, engine.prompt(QUESTION, PASSAGES))
+    answer = answer_of(engine, engine.prompt(QUESTION, PASSAGES), ANSWER)
     stream = SimpleNamespace(prefilled=replace(answer.prefilled, exact_tokens=3), result=answer.result)
     kept = store_answer(engine.corpus.entry_writer(), stream)
     assert "may be inexact" in str(kept.reason)
 
 
-def test_an_answer_is_removed_with_any_document_of_its_prompt(engine: FusionEngine, answering: Answering) -> None:
+def test_an_answer_is_removed_with_any_document_of_its_prompt(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
     assert (
-        store_answer(engine.corpus.entry_writer(), answering(engine, engine.prompt(QUESTION, PASSAGES[:2]))).key
+        store_answer(engine.corpus.entry_writer(), answer_of(engine, engine.prompt(QUESTION, PASSAGES[:2]), ANSWER)).key
         is not None
     )
     engine.forget("mill")
@@ -141,11 +106,9 @@ def test_an_answer_is_removed_with_any_document_of_its_prompt(engine: FusionEngi
     assert stored(engine) is None
 
 
-def test_an_answer_with_other_tokens_is_not_stored_unless_only_its_end_differs(
-    engine: FusionEngine, answering: Answering
-) -> None:
+def test_an_answer_with_other_tokens_is_not_stored_unless_only_its_end_differs(engine: FusionEngine) -> None:
     old = engine.prompt(QUESTION, PASSAGES)
-    stream = answering(engine, old)
+    stream = answer_of(engine, old, ANSWER)
     assert "0 of" in str(store_answer(engine.corpus.entry_writer(), stream, "Somewhere else.").reason)
     assert "match" in str(store_answer(engine.corpus.entry_writer(), stream, ANSWER.replace("old", "new")).reason)
     assert "match" in str(
@@ -159,11 +122,9 @@ def test_an_answer_with_other_tokens_is_not_stored_unless_only_its_end_differs(
     assert error(chunk.layer(engine.lm.n_layers - 1)[1], values[0]) <= TOLERANCE
 
 
-def test_an_answer_that_was_cut_off_is_stored_with_its_last_token_computed(
-    engine: FusionEngine, answering: Answering
-) -> None:
+def test_an_answer_that_was_cut_off_is_stored_with_its_last_token_computed(engine: FusionEngine) -> None:
     old = engine.prompt(QUESTION, PASSAGES)
-    stream = answering(engine, old)
+    stream = answer_of(engine, old, ANSWER)
     assert stream.generation is not None
     ids = stream.generation.ids[:-1]
     short = engine.lm.tokenizer.decode(ids[:6])
@@ -179,7 +140,7 @@ def test_an_answer_that_was_cut_off_is_stored_with_its_last_token_computed(
 def test_a_stored_answer_is_placed_but_never_exact(relayed: tuple[FusionEngine, Prompt, Prompt]) -> None:
     engine, _, prompt = relayed
     report = engine.prefill(prompt, method=make_method("relaycaching", ratio=0.0)).report
-    assert [lookup.note for lookup in report.lookups if lookup.role == "chunk"] == [None, "as generated", None]
+    assert [lookup.note for lookup in chunk_lookups(report)] == [None, "as generated", None]
     first = engine.prompt(OTHER, [ANSWER])
     report = engine.prefill(first, method=make_method("relaycaching", ratio=1.0)).report
     assert len(report.selected) == len(first.chunks[0]), "directly behind the system prefix too"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -33,11 +32,6 @@ BROKEN_WEIGHTS = {
     "zip.bin": b"PK\x03\x04" + b"\x00" * 40,
 }
 BROKEN_JSON = (b"", b"{", b"[]", b"null", b"3", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"a": 1}')
-
-
-@pytest.fixture
-def folder(tmp_path: Path, model_folder: str) -> Path:
-    return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
 @pytest.mark.parametrize("kind", BROKEN_WEIGHTS)

@@ -32,7 +32,6 @@ from qcfuse_rag.runtime.attention.dispatch import rows_attention
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.verification.exactness import check_exact
 from tests.runtime.test_attention import Layer
-from tests.support import seams
 from tests.support.families import SIZES, YARN, build_model
 
 
@@ -185,8 +184,8 @@ def test_the_self_check_catches_attention_that_is_not_what_it_seems(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = LanguageModel.wrap(build_model("llama"), tokenizer)
-    seams.rotation_angles(
-        monkeypatch,
+    monkeypatch.setattr(
+        "qcfuse_rag.models.rope.angles",
         lambda table, p: (torch.ones(len(p), len(table)), torch.zeros(len(p), len(table))),
     )
     with pytest.raises(UnsupportedModel, match="does not reproduce LlamaForCausalLM"):
@@ -232,7 +231,7 @@ def test_the_self_check_crosses_a_short_sliding_window(
     lm = LanguageModel.wrap(build_model("qwen2-moe-silent-window"), tokenizer)
     assert check_exact(lm).passed
     without = replace(lm, sliding=(None,) * lm.n_layers)
-    seams.checked_segment_tokens(monkeypatch, lambda _: 24)
+    monkeypatch.setattr("qcfuse_rag.verification.exactness._segment_tokens", lambda _: 24)
     with pytest.raises(UnsupportedModel, match="does not reproduce"):
         check_exact(without)
 
@@ -254,24 +253,17 @@ def test_a_model_that_is_not_there_is_one_clear_error(name: str, message: str) -
         LanguageModel.load(name)
 
 
-def test_weights_that_are_missing_are_not_drawn_at_random(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, llama: LanguageModel
-) -> None:
-    model = build_model("llama")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    save_file({k: v for k, v in weights.items() if ".3." not in k}, tmp_path / "model.safetensors", {"format": "pt"})
+def test_weights_that_are_missing_are_not_drawn_at_random(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if ".3." not in k}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelNotFound, match=r"9 weights are missing, such as model\.layers\.3\.input_layernorm"):
-        LanguageModel.load(str(tmp_path), device="cpu")
+        LanguageModel.load(str(folder), device="cpu")
 
 
-def test_weights_of_other_shapes_are_one_clear_error(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    build_model("llama").save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    build_model("llama", intermediate_size=32).config.save_pretrained(tmp_path)
+def test_weights_of_other_shapes_are_one_clear_error(folder: Path) -> None:
+    build_model("llama", intermediate_size=32).config.save_pretrained(folder)
     with pytest.raises(ModelNotFound, match="have other shapes than its configuration asks for"):
-        LanguageModel.load(str(tmp_path), device="cpu")
+        LanguageModel.load(str(folder), device="cpu")
 
 
 def test_code_that_a_model_brings_is_not_run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

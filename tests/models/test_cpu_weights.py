@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import cached_assets_path
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
-from qcfuse_rag.models import cpu_weights, result_cache
+from qcfuse_rag.models import cpu_weights
 from qcfuse_rag.models.cpu_weights import (
     SWITCH,
     WORTH,
@@ -36,11 +34,9 @@ with_products = pytest.mark.skipif(not multiplies_float16_weights(), reason="thi
 
 
 @pytest.fixture(autouse=True)
-def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of cached choices, which is this test's own."""
+def dtypes(assets: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr(result_cache, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
-    return tmp_path / "assets" / "qcfuse-rag" / "dtypes"
+    return assets / "dtypes"
 
 
 def give(patch: pytest.MonkeyPatch, seconds: dict[str, float] | None, *, bfloat16: bool, float16: bool) -> None:
@@ -54,10 +50,10 @@ def give(patch: pytest.MonkeyPatch, seconds: dict[str, float] | None, *, bfloat1
     patch.setattr(cpu_weights, "answer_seconds", measured)
 
 
-def test_nothing_is_measured_where_there_is_no_choice(monkeypatch: pytest.MonkeyPatch, assets: Path) -> None:
+def test_nothing_is_measured_where_there_is_no_choice(monkeypatch: pytest.MonkeyPatch, dtypes: Path) -> None:
     give(monkeypatch, None, bfloat16=False, float16=False)
     assert fastest_cpu_format() == "float32"
-    assert not assets.exists()
+    assert not dtypes.exists()
 
 
 @pytest.mark.parametrize("instructions", [True, False])
@@ -82,13 +78,13 @@ def test_bfloat16_is_multiplied_by_processors_that_have_it(monkeypatch: pytest.M
     ],
 )
 def test_the_measurement_decides_once(
-    faster: dict[str, float], bfloat16: bool, expected: str, monkeypatch: pytest.MonkeyPatch, assets: Path
+    faster: dict[str, float], bfloat16: bool, expected: str, monkeypatch: pytest.MonkeyPatch, dtypes: Path
 ) -> None:
     give(monkeypatch, ALL_SLOW | faster, bfloat16=bfloat16, float16=True)
     assert fastest_cpu_format() == expected
     give(monkeypatch, None, bfloat16=bfloat16, float16=True)
     assert fastest_cpu_format() == expected
-    (file,) = assets.rglob("dtype.json")
+    (file,) = dtypes.rglob("dtype.json")
     file.write_text('{"dtype": "int4"}')
     give(monkeypatch, ALL_SLOW, bfloat16=True, float16=True)
     assert fastest_cpu_format() == "float32", "a damaged file is measured again"

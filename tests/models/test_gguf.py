@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
 import pytest
 import torch
-from huggingface_hub import cached_assets_path
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qcfuse_rag.errors import ModelNotFound
-from qcfuse_rag.models import load, result_cache
+from qcfuse_rag.models import load
 from qcfuse_rag.models import load as conversions
 from qcfuse_rag.models.load import SOURCE_FILE, SWITCH, cached_gguf_header, load_model
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -27,12 +25,8 @@ OWN = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map
 
 
 @pytest.fixture(autouse=True)
-def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of conversions, which is this test's own, as are cached hashes; files settle at once."""
-    for module in (conversions, result_cache):
-        monkeypatch.setattr(module, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
-    monkeypatch.setattr(result_cache, "SETTLED_S", 0.0)
-    return tmp_path / "assets" / "qcfuse-rag" / "gguf"
+def cache(assets: Path) -> Path:
+    return assets / "gguf"
 
 
 @pytest.fixture
@@ -151,11 +145,11 @@ def test_from_the_third_start_on_neither_the_file_nor_the_weights_are_hashed(
     assert LanguageModel.load(str(file), device="cpu").fingerprint == first.fingerprint
 
 
-def test_each_dtype_has_its_own_conversion(file: Path, assets: Path, read: list[str]) -> None:
+def test_each_dtype_has_its_own_conversion(file: Path, cache: Path, read: list[str]) -> None:
     for dtype in ("float32", "bfloat16", "float32", "bfloat16"):
         loaded = load_model(str(file), device="cpu", dtype=dtype).model
         assert loaded.dtype == getattr(torch, dtype)
-    assert len(read) == len(list(assets.iterdir())) == 2
+    assert len(read) == len(list(cache.iterdir())) == 2
 
 
 def test_a_changed_file_is_another_model_even_with_the_old_times(file: Path, read: list[str]) -> None:
@@ -171,9 +165,9 @@ def test_a_changed_file_is_another_model_even_with_the_old_times(file: Path, rea
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "source.json"])
 @pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_a_damaged_conversion_is_made_again(file: Path, assets: Path, read: list[str], name: str, damage: str) -> None:
+def test_a_damaged_conversion_is_made_again(file: Path, cache: Path, read: list[str], name: str, damage: str) -> None:
     first = LanguageModel.load(str(file), device="cpu")
-    damaged = next(assets.iterdir()) / name
+    damaged = next(cache.iterdir()) / name
     if damage == "missing":
         damaged.unlink()
     else:
@@ -185,19 +179,19 @@ def test_a_damaged_conversion_is_made_again(file: Path, assets: Path, read: list
 
 
 def test_a_full_disk_keeps_no_conversion(
-    file: Path, assets: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+    file: Path, cache: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversions.shutil, "disk_usage", lambda _: SimpleNamespace(free=conversions.FREE_BYTES))
     for _ in range(2):
         load_model(str(file), device="cpu")
     assert len(read) == 2
-    assert [list(folder.iterdir()) for folder in assets.iterdir()] == [[]]
+    assert [list(folder.iterdir()) for folder in cache.iterdir()] == [[]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("I/O error"), RuntimeError("any")])
 def test_a_conversion_that_cannot_be_written_leaves_the_model_loaded(
-    file: Path, assets: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+    file: Path, cache: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(folder: Path, *_: object) -> None:
         folder.mkdir()
@@ -208,32 +202,32 @@ def test_a_conversion_that_cannot_be_written_leaves_the_model_loaded(
     for _ in range(2):
         load_model(str(file), device="cpu")
     assert len(read) == 2
-    assert [list(folder.iterdir()) for folder in assets.iterdir()] == [[]]
+    assert [list(folder.iterdir()) for folder in cache.iterdir()] == [[]]
 
 
 def test_the_switch_turns_conversions_off(
-    file: Path, assets: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+    file: Path, cache: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
     for _ in range(2):
         load_model(str(file), device="cpu")
     assert len(read) == 2
-    assert not assets.exists()
+    assert not cache.exists()
 
 
 @pytest.mark.slow
-def test_loads_at_the_same_time_leave_one_conversion(file: Path, assets: Path) -> None:
+def test_loads_at_the_same_time_leave_one_conversion(file: Path, cache: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         loaded = list(pool.map(lambda _: load_model(str(file), device="cpu").model, range(8)))
-    (folder,) = assets.iterdir()
+    (folder,) = cache.iterdir()
     assert (folder / "source.json").is_file()
     for model in loaded:
         assert all(weight.equal(loaded[0].state_dict()[name]) for name, weight in model.state_dict().items())
 
 
-def test_what_a_killed_process_left_is_removed_by_a_later_start(file: Path, assets: Path) -> None:
+def test_what_a_killed_process_left_is_removed_by_a_later_start(file: Path, cache: Path) -> None:
     load_model(str(file), device="cpu", dtype="float32")
-    [folder] = [path for path in assets.rglob("*") if (path / SOURCE_FILE).is_file()]
+    [folder] = [path for path in cache.rglob("*") if (path / SOURCE_FILE).is_file()]
     old, young = (folder.with_name(f"{folder.name}.{name}.part") for name in ("old", "young"))
     for part in (old, young):
         part.mkdir()

@@ -9,7 +9,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import cached_assets_path
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -24,19 +23,8 @@ HASHES = ("0" * 32, "1" * 32)
 
 
 @pytest.fixture(autouse=True)
-def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of cached hashes, which is this test's own; files count as settled at once."""
-    monkeypatch.setattr(result_cache, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
-    monkeypatch.setattr(result_cache, "SETTLED_S", 0.0)
-    return tmp_path / "assets" / "qcfuse-rag" / "hashes"
-
-
-@pytest.fixture
-def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """Return the folder of a saved model."""
-    build_model("llama").save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+def hashes(assets: Path) -> Path:
+    return assets / "hashes"
 
 
 @pytest.fixture
@@ -53,13 +41,13 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_later_start_does_not_hash_the_weights(
-    folder: Path, hashed: list[str], tokenizer: PreTrainedTokenizerFast, assets: Path
+    folder: Path, hashed: list[str], tokenizer: PreTrainedTokenizerFast, hashes: Path
 ) -> None:
     loaded = [LanguageModel.load(str(folder), device="cpu").fingerprint for _ in range(3)]
     assert len(hashed) == 1
     wrapped = LanguageModel.wrap(build_model("llama"), tokenizer).fingerprint
     assert {each.weights for each in loaded} == {wrapped.weights}
-    (file,) = assets.rglob("*.json")
+    (file,) = hashes.rglob("*.json")
     assert file.stat().st_mode & 0o777 == 0o600
 
 
@@ -133,21 +121,21 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_kept(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b"\xff\xfe", b'{"hash": 3}', None])
-def test_a_kept_hash_that_cannot_be_read_is_made_again(tmp_path: Path, assets: Path, damage: bytes | None) -> None:
+def test_a_kept_hash_that_cannot_be_read_is_made_again(tmp_path: Path, hashes: Path, damage: bytes | None) -> None:
     file = tmp_path / "weights"
     file.write_bytes(b"1")
     state = FileState.read(file)
     assert hash_once(state, {"of": "a"}, lambda: HASHES[0]) == HASHES[0]
     assert hash_once(state, {"of": "b"}, lambda: HASHES[1]) == HASHES[1]
-    first, other = sorted(assets.rglob("*.json"), key=lambda path: path.read_text())
+    first, other = sorted(hashes.rglob("*.json"), key=lambda path: path.read_text())
     first.write_bytes(other.read_bytes() if damage is None else damage)
     assert hash_once(state, {"of": "a"}, lambda: HASHES[1]) == HASHES[1]
     assert hash_once(state, {"of": "a"}, lambda: HASHES[0]) == HASHES[1]
 
 
-def test_a_file_in_place_of_the_folder_keeps_nothing(tmp_path: Path, assets: Path) -> None:
-    assets.parent.mkdir(parents=True)
-    assets.write_text("not a folder")
+def test_a_file_in_place_of_the_folder_keeps_nothing(tmp_path: Path, hashes: Path) -> None:
+    hashes.parent.mkdir(parents=True)
+    hashes.write_text("not a folder")
     assert [hash_once(FileState.read(tmp_path), {}, lambda value=value: value) for value in HASHES] == list(HASHES)  # type: ignore[misc]
 
 
@@ -186,7 +174,7 @@ def test_the_files_of_an_id_are_those_of_its_snapshot(
 
 
 def test_no_hash_is_kept_for_files_that_a_hub_replaced_while_they_were_loaded(
-    folder: Path, hashed: list[str], assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    folder: Path, hashed: list[str], hashes: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The load begins with an old snapshot in the cache and reads a newer snapshot, which is another folder."""
     old = tmp_path / "old"
@@ -196,4 +184,4 @@ def test_no_hash_is_kept_for_files_that_a_hub_replaced_while_they_were_loaded(
     monkeypatch.setattr(load, "_weight_files", lambda *_: next(found))
     LanguageModel.load(str(folder), device="cpu")
     assert len(hashed) == 1
-    assert list(assets.rglob("*.json")) == []
+    assert list(hashes.rglob("*.json")) == []

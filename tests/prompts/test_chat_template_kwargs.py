@@ -12,7 +12,6 @@ from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.chat_template import ChatTemplate
 from qcfuse_rag.prompts.segments import Role
-from tests.support import seams
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.thinking import thinking_template, thinking_tokenizer
 
@@ -152,7 +151,7 @@ def test_templates_of_prompts_stay_hashable() -> None:
 def test_a_template_that_takes_any_amount_of_time_or_memory_is_refused(
     bomb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seams.template_trial_s(monkeypatch, 1)
+    monkeypatch.setattr("qcfuse_rag.prompts.chat_template.TRIAL_S", 1)
     tokenizer = thinking_tokenizer(template=thinking_template() + bomb)
     for use in (lambda made: made.render([("user", QUESTION)]), lambda made: made.control_tokens):
         with pytest.raises(InvalidTemplate, match=r"takes more than 1 s or 1 GB for a few words.*take another model"):

@@ -13,7 +13,7 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams,
 from qcfuse_rag.bundled import corpus, questions
 from qcfuse_rag.store.key import BLIND, FRAMED
 from qcfuse_rag.verification.exactness import naive_concatenation, stock_attention
-from tests.support import references, seams
+from tests.support import references
 from tests.support.engines import make_engine
 
 pytestmark = pytest.mark.real
@@ -95,7 +95,7 @@ def test_the_demonstration_shows_what_is_sooner_and_whether_it_is_as_good(
     from qcfuse_rag.cli.app import main
 
     few = {name: text for name, text in corpus().items() if "10" <= name[:2] <= "14"}  # prefilling takes the time
-    seams.demo_corpus(monkeypatch, lambda: few)
+    monkeypatch.setattr("qcfuse_rag.cli.demo.corpus", lambda: few)
     page, question = tmp_path / "demo.html", "Who was the architect of Ashlock Library?"
     arguments = ["qcfuse", "demo", "--json", "--question", question, "--device", "cpu", "--html", str(page)]
     monkeypatch.setattr(sys, "argv", arguments)

@@ -13,7 +13,6 @@ from qcfuse_rag.runtime.attention.dispatch import row_blocks_of, rows_attention
 from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.reference_attention import explicit_attention
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
-from tests.support import seams
 
 
 class Layer(nn.Module):
@@ -123,7 +122,7 @@ def test_attention_weights_are_those_of_one_softmax_per_row(
     query = torch.randn(1, 4, 3, 8, generator=generator)
     key = torch.randn(1, 2, length, 8, generator=generator)
     key[:, :, ~known] = torch.nan
-    seams.reference_least_rows(monkeypatch, 1)  # two rows, then one
+    monkeypatch.setattr("qcfuse_rag.runtime.reference_attention.MIN_ROWS", 1)  # two rows, then one
     weights = attention_weights(query, key, rows, known, AttentionParams(0.5, window=window), reduce=reduce)
     per_row = torch.zeros(4, 3, length)
     for head in range(4):

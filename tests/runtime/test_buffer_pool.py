@@ -15,8 +15,8 @@ from qcfuse_rag.models.rope import KVShape
 from qcfuse_rag.runtime.buffer import POOL_ALIGNMENT, BufferPool, KVBuffer
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.key import FRAMED
+from tests.support.engines import loading_first
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.runners import loading_first
 
 SHAPES = (KVShape(2, 8, 8), KVShape(1, 4, 6))
 MIB = 1 << 20

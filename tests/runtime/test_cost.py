@@ -16,8 +16,7 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, ChunkKey
 from tests.support import seams
-from tests.support.damage import damaged
-from tests.support.engines import make_engine
+from tests.support.engines import damaged, make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 WORK = PrefillEstimate(1000, stored_tokens=900, selected_tokens=90, probe_rows=32, probe_share=0.5)
@@ -83,8 +82,8 @@ def test_two_passes_give_the_costs_of_a_pass_and_of_a_row(
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure as on a GPU."""
-    seams.overlaps(monkeypatch, lambda _: True)
-    seams.timed_gpu_rows(monkeypatch, (128, 256))
+    monkeypatch.setattr("qcfuse_rag.runtime.cost.overlaps", lambda _: True)
+    monkeypatch.setattr("qcfuse_rag.runtime.cost.GPU_ROWS", (128, 256))
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -94,7 +93,7 @@ def test_on_a_gpu_two_long_passes_give_the_cost_of_a_key(llama: LanguageModel, m
     assert (costs.row_s, costs.key_s) == (pytest.approx(0.002), pytest.approx(2e-6))
     seams.passes_take(monkeypatch, lambda rows: max(0.1, 0.002 * rows - 1e-6 * rows**2))
     assert measure_passes(llama).key_s == 0, "a disturbed measurement does not make long prompts free"
-    seams.timed_gpu_rows(monkeypatch, (250, 256))
+    monkeypatch.setattr("qcfuse_rag.runtime.cost.GPU_ROWS", (250, 256))
     seams.passes_take(monkeypatch, lambda rows: 0.002 * rows + (0.001 if rows == 256 else 0.0))
     assert measure_passes(llama).key_s == 0, "sizes too near show noise"
 
@@ -189,9 +188,9 @@ def test_costs_of_other_kernels_attention_and_tiers_are_kept_apart(
 ) -> None:
     with DiskStore(tmp_path) as disk, TieredStore(MemoryStore(), DiskStore(tmp_path)) as tiered:
         paths = {costs_path(llama, store) for store in (disk, tiered)}
-        seams.costs_have_kernels(monkeypatch, lambda *_: True)
+        monkeypatch.setattr("qcfuse_rag.runtime.cost.kernels_available", lambda *_: True)
         paths.add(costs_path(llama, disk))
-        seams.costs_of_attention(monkeypatch, lambda *_: "flash-attn")
+        monkeypatch.setattr("qcfuse_rag.runtime.cost.dense_attention_name", lambda *_: "flash-attn")
         paths.add(costs_path(llama, disk))
     assert len(paths) == 4
 

@@ -27,10 +27,8 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import FRAMED, ChunkKey
 from tests.support import references
-from tests.support.captures import capture
-from tests.support.engines import make_engine
+from tests.support.engines import capture, loading_first, make_engine
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.runners import loading_first
 
 Watch = Callable[[str], None]
 

@@ -24,7 +24,6 @@ from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Event, LastPiece, Piece, Queued
 from qcfuse_rag.server.serve import SPARE_CONNECTIONS, make_server
 from qcfuse_rag.server.settings import LOOPBACK, ServerSettings
-from tests.support import seams
 from tests.support.serving import ASKED, JSON, ask, client, error
 
 PATH = "/v1/chat/completions"
@@ -262,7 +261,7 @@ async def test_a_request_that_takes_longer_than_its_headers_is_answered() -> Non
 
 @pytest.mark.enable_socket
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    seams.spare_connections(monkeypatch, 2)
+    monkeypatch.setattr("qcfuse_rag.server.serve.SPARE_CONNECTIONS", 2)
     async with listening(make_server(make_app(FixedBackend()), max_requests=2)) as port:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         assert (await said(port, head("Content-Length: 0"))).startswith(b"HTTP/1.1 503")

@@ -42,11 +42,11 @@ def device(
     from qcfuse_rag.runtime.kernels.sparse_attention import supports_large_tile
     from tests.simulated.cuda import simulated_cuda
 
-    seams.kernel_refusal(monkeypatch, cached_reason)
-    seams.kernel_check_tokens(monkeypatch, 40)  # the interpreter is slow
-    seams.kernel_check_rows(monkeypatch, 8)
+    monkeypatch.setattr("qcfuse_rag.runtime.kernels.support.unavailable_reason", cached_reason)
+    monkeypatch.setattr("qcfuse_rag.runtime.kernels.support.TOKENS", 40)  # the interpreter is slow
+    monkeypatch.setattr("qcfuse_rag.runtime.kernels.support.ROWS", 8)
     seams.large_blocks(monkeypatch)
-    seams.fused_model(monkeypatch, lambda model: model)  # without fused views
+    monkeypatch.setattr("qcfuse_rag.runtime.language_model.fused_view", lambda model: model)  # without fused views
     seams.ring_bytes(monkeypatch, 1 << 13)  # small, so that the ring wraps around
     with simulated_cuda() as device:
         yield device

@@ -18,7 +18,6 @@ from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
 from qcfuse_rag.store.key import FRAMED
 from tests.simulated.device import Device
 from tests.simulated.test_engine import PASSAGES, QUESTION, assert_same, engines
-from tests.support import seams
 
 COPY_OF_ROWS = "aten::_to_copy"
 
@@ -74,7 +73,7 @@ def test_transferred_data_on_the_device_stays_within_its_limit(
                 assert all(map(device.host.clock.knows, placed.clock.values())), "released before it was placed"
                 in_flight -= nbytes
 
-    seams.bytes_ahead(monkeypatch, limit)
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.AHEAD_BYTES", limit)
     monkeypatch.setattr(HostToDevice, "send_spans", counted)
     monkeypatch.setattr(LayerLoader, "_release_placed", counted_release)
     assert_same(gpu.prefill(prompt, method=chosen), expected)

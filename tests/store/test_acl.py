@@ -20,8 +20,7 @@ from qcfuse_rag.methods.relaycaching import store_answer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.documents.sources import may_be_built_on, tags_of
 from qcfuse_rag.store.key import FRAMED, ChunkKey
-from tests.support.captures import capture
-from tests.support.engines import make_engine
+from tests.support.engines import capture, make_engine
 from tests.support.passages import PASSAGES
 
 OPEN, BOARD, STAFF = frozenset({""}), frozenset({"board"}), frozenset({"staff"})

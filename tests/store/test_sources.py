@@ -22,7 +22,6 @@ from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.documents.sources import Manifest, Sources
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
-from tests.support import seams
 
 
 @pytest.fixture
@@ -93,7 +92,9 @@ def test_what_cannot_be_written_is_an_error_at_once(store: DiskStore, monkeypatc
         raise sqlite3.OperationalError("attempt to write a readonly database")
 
     Sources(store).close()
-    seams.manifest_connection(monkeypatch, lambda *_, **__: SimpleNamespace(execute=unwritable))
+    monkeypatch.setattr(
+        "qcfuse_rag.store.documents.sources.sqlite3.connect", lambda *_, **__: SimpleNamespace(execute=unwritable)
+    )
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waited"))
     with pytest.raises(StoreError, match="readonly"):
         Sources(store)

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qcfuse_rag import LanguageModel, Prompt
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.prompts.segments import Role
+from qcfuse_rag.prompts.segments import Role, Span
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import Base
@@ -61,11 +61,16 @@ def alone_at(lm: LanguageModel, ids: tuple[int, ...], start: int, before: tuple[
     return [(layer.keys[:, :, len(before) :], layer.values[:, :, len(before) :]) for layer in cache.layers]
 
 
-def stored_table(lm: LanguageModel, prompt: Prompt, base: Base) -> Table:
-    """Assemble every segment of a prompt as its base says, each by the model's own forward, at its place."""
+def stored_table(lm: LanguageModel, prompt: Prompt, base: Base | Callable[[Span], tuple[int, ...]]) -> Table:
+    """Assemble every segment of a prompt by the model's own forward, at its place.
+
+    Passages are computed behind the text of a base, or the text that a function returns for each.
+    """
     tables = []
     for span in prompt.spans:
-        before = base.prefix(prompt.prefix_ids) if span.segment.role is Role.CHUNK else ()
+        before: tuple[int, ...] = ()
+        if span.segment.role is Role.CHUNK:
+            before = base.prefix(prompt.prefix_ids) if isinstance(base, Base) else base(span)
         tables.append(alone_at(lm, span.segment.ids, span.start, before=before))
     return [
         (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
@@ -214,15 +219,25 @@ def whole_forward(lm: LanguageModel, ids: tuple[int, ...], table: Table, kept: l
     return Whole(out.logits[0, -1], attention, fresh, [(layer.keys, layer.values) for layer in cache.layers])
 
 
+def eager_attention(lm: LanguageModel, ids: tuple[int, ...]) -> Tensor:
+    """Return transformers' own attention weights over a text, `[L, Hq, T, T]`."""
+    return whole_forward(lm, ids, plain_forward(lm, ids)[1], [[]] * lm.n_layers).attention
+
+
 def assert_chunk_is(lm: LanguageModel, chunk: ChunkKV, table: Table, start: int) -> None:
     """Compare a stored chunk with keys and values computed at positions `start ...`."""
-    positions = torch.arange(start, start + chunk.n_tokens, device=lm.device)[None]
-    cos, sin = lm.model.model.rotary_emb(torch.zeros(1, device=lm.device), positions)
+    positions = torch.arange(start, start + chunk.n_tokens, device=lm.device)
     for layer, (keys, values) in enumerate(table):
-        ours, theirs = (block.to(lm.device) for block in chunk.layer(layer))
-        turned, _ = apply_rotary_pos_emb(ours[None], ours[None], cos, sin)
-        assert float((turned - keys).abs().max()) <= 1e-4
-        assert float((theirs[None] - values).abs().max()) <= 1e-4
+        ours, theirs = (block[None].to(lm.device) for block in chunk.layer(layer))
+        assert error(lm.ropes[layer].rotated(ours, positions), keys) <= 1e-4
+        assert error(theirs, values) <= 1e-4
+
+
+def assert_same_layers(first: ChunkKV, second: ChunkKV, tolerance: float = 0.0) -> None:
+    """Compare the keys and values of two stored chunks."""
+    for layer in range(first.n_layers):
+        for ours, theirs in zip(first.layer(layer), second.layer(layer), strict=True):
+            assert error(ours, theirs) <= tolerance
 
 
 def assert_prefilled(done: Prefilled, logits: Tensor, table: Table, tolerance: float = 1e-4) -> None:

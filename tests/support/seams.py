@@ -1,4 +1,4 @@
-"""Every name in the package that tests replace, once, under a name that says what it is.
+"""Names in the package that several tests replace, each once under a name that says what it is.
 
 Call a seam with a `MonkeyPatch` and the replacement: `seams.ring_bytes(monkeypatch, 1 << 13)`.
 """
@@ -6,18 +6,17 @@ Call a seam with a `MonkeyPatch` and the replacement: `seams.ring_bytes(monkeypa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
 
-@dataclass(frozen=True)
 class Seam:
     """A function, class or constant of the package, by the dotted name of every module that uses it."""
 
-    names: tuple[str, ...]
+    def __init__(self, *names: str) -> None:
+        self.names = names
 
     def __call__(self, patch: pytest.MonkeyPatch, replacement: Any) -> None:
         for name in self.names:
@@ -30,79 +29,37 @@ class Seam:
         return resolve_name(f"{module}:{attribute}")
 
 
-def _seam(*names: str) -> Seam:
-    return Seam(names)
+mapped_file = Seam("qcfuse_rag.store.backends.disk.MappedFile")
+disk_index = Seam("qcfuse_rag.store.backends.index.Index")
 
+measured_passes = Seam("qcfuse_rag.runtime.cost.measure_passes")
+ring_bytes = Seam("qcfuse_rag.runtime.loading.host_to_device.RING_BYTES")
+transfer = Seam("qcfuse_rag.runtime.language_model.LanguageModel.transfer")
 
-rotation_angles = _seam("qcfuse_rag.models.rope.angles")
-
-mapped_file = _seam("qcfuse_rag.store.backends.disk.MappedFile")
-opened_index = _seam("qcfuse_rag.store.backends.disk.open_index")
-disk_index = _seam("qcfuse_rag.store.backends.index.Index")
-template_trial_s = _seam("qcfuse_rag.prompts.chat_template.TRIAL_S")
-remote_answer_s = _seam("qcfuse_rag.store.backends.remote.ANSWER_S")
-redis_scan_batch = _seam("qcfuse_rag.store.backends.redis_blobs.SCAN_BATCH")
-manifest_connection = _seam("qcfuse_rag.store.documents.sources.sqlite3.connect")
-populate_flag = _seam("qcfuse_rag.store.entry.codec.MADV_POPULATE_READ")
-
-measured_passes = _seam("qcfuse_rag.runtime.cost.measure_passes")
-measured_loading = _seam("qcfuse_rag.runtime.cost.measure_loading")
-timed_gpu_rows = _seam("qcfuse_rag.runtime.cost.GPU_ROWS")
-overlaps = _seam("qcfuse_rag.runtime.cost.overlaps")
-timed_pass = _seam("qcfuse_rag.runtime.cost.prefill_once")
-fastest_run = _seam("qcfuse_rag.runtime.cost.fastest_s")
-costs_have_kernels = _seam("qcfuse_rag.runtime.cost.kernels_available")
-costs_of_attention = _seam("qcfuse_rag.runtime.cost.dense_attention_name")
-reference_least_rows = _seam("qcfuse_rag.runtime.reference_attention.MIN_ROWS")
-hooked_layer = _seam("qcfuse_rag.runtime.model_views.HookedLayer")
-bytes_ahead = _seam("qcfuse_rag.runtime.loading.layer_loader.AHEAD_BYTES")
-growth_of_transfers = _seam("qcfuse_rag.runtime.loading.layer_loader.GROWTH")
-ring_bytes = _seam("qcfuse_rag.runtime.loading.host_to_device.RING_BYTES")
-transfer = _seam("qcfuse_rag.runtime.language_model.LanguageModel.transfer")
-
-steps_have_kernels = _seam("qcfuse_rag.runtime.forward.kernels_available")
-engine_has_kernels = _seam(
+steps_have_kernels = Seam("qcfuse_rag.runtime.forward.kernels_available")
+engine_has_kernels = Seam(
     "qcfuse_rag.runtime.kernels.support.kernels_available",
     "qcfuse_rag.runtime.runner.kernels_available",
     *steps_have_kernels.names,
 )
-placement_support = _seam(
+placement_support = Seam(
     "qcfuse_rag.runtime.loading.sources.supports_placement", "qcfuse_rag.runtime.loading.slab_source.supports_placement"
 )
-kernel_refusal = _seam("qcfuse_rag.runtime.kernels.support.unavailable_reason")
-kernel_check_rows = _seam("qcfuse_rag.runtime.kernels.support.ROWS")
-kernel_check_tokens = _seam("qcfuse_rag.runtime.kernels.support.TOKENS")
 KERNELS = {
-    "attention": _seam("qcfuse_rag.runtime.kernels.sparse_attention.sparse_attention"),
-    "by table": _seam("qcfuse_rag.runtime.kernels.table_attention.table_attention"),
-    "append": _seam("qcfuse_rag.runtime.kernels.table_attention.append_rows"),
-    "score": _seam("qcfuse_rag.runtime.kernels.context_score.context_scores"),
-    "place": _seam("qcfuse_rag.runtime.kernels.placement.launch_table"),
+    "attention": Seam("qcfuse_rag.runtime.kernels.sparse_attention.sparse_attention"),
+    "by table": Seam("qcfuse_rag.runtime.kernels.table_attention.table_attention"),
+    "append": Seam("qcfuse_rag.runtime.kernels.table_attention.append_rows"),
+    "score": Seam("qcfuse_rag.runtime.kernels.context_score.context_scores"),
+    "place": Seam("qcfuse_rag.runtime.kernels.placement.launch_table"),
 }
 """Functions that launch kernels, by what tests call them."""
 
-recorder_has_kernels = _seam("qcfuse_rag.runtime.graphs.recorder.kernels_available")
-recorder_refusal = _seam("qcfuse_rag.runtime.graphs.recorder.unavailable_reason")
-fused_model = _seam("qcfuse_rag.runtime.language_model.fused_view")
-decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.steps.CHECKED_POSITIONS")
+recorder_has_kernels = Seam("qcfuse_rag.runtime.graphs.recorder.kernels_available")
 
-batches_per_group = _seam("qcfuse_rag.ingestion.batches.BATCHES_PER_GROUP")
-primer_prefill = _seam("qcfuse_rag.ingestion.prefill.prefill_chunk")
-enrichment_prefill = _seam("qcfuse_rag.methods.fusionrag.prefill_chunks")
 
-sampler = _seam("qcfuse_rag.engine.engine.Sampler")
-verdict_check = _seam("qcfuse_rag.engine.engine.require_verdict")
-kept_bytes = _seam("qcfuse_rag.verification.sweep.CACHED_BYTES")
-verified_answers = _seam(
+verified_answers = Seam(
     "qcfuse_rag.verification.sweep.greedy_answers", "qcfuse_rag.verification.divergence.greedy_answers"
 )
-checked_segment_tokens = _seam("qcfuse_rag.verification.exactness._segment_tokens")
-shadow_prefill = _seam("qcfuse_rag.verification.watch.fuse_prompt")
-spare_connections = _seam("qcfuse_rag.server.serve.SPARE_CONNECTIONS")
-demo_corpus = _seam("qcfuse_rag.cli.demo.corpus")
-pause_between_sides = _seam("benchmarks.peer.WAIT_S")
-measured_ceilings = _seam("benchmarks.speed.measure_ceilings")
-nearest_passages = _seam("benchmarks.preparation.embedded_neighbours")
 
 
 def large_blocks(patch: pytest.MonkeyPatch) -> None:
@@ -124,5 +81,5 @@ def passes_take(patch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> N
         work()
         return seconds(rows[0]) if rows else 1e-6
 
-    timed_pass(patch, lambda lm, tokens: rows.append(tokens))
-    fastest_run(patch, fastest_s)
+    patch.setattr("qcfuse_rag.runtime.cost.prefill_once", lambda lm, tokens: rows.append(tokens))
+    patch.setattr("qcfuse_rag.runtime.cost.fastest_s", fastest_s)

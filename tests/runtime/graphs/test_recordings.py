@@ -30,8 +30,7 @@ from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
-from tests.support.damage import damaged
-from tests.support.engines import make_engine
+from tests.support.engines import damaged, loading_first, make_engine
 from tests.support.families import build_model, build_nested_model
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.recorders import (
@@ -45,7 +44,6 @@ from tests.support.recorders import (
     Remembering,
     Spoiling,
 )
-from tests.support.runners import loading_first
 
 pytest.importorskip("triton")
 
@@ -63,7 +61,7 @@ every_runner = pytest.mark.parametrize("kind", [PrefillRunner, DecodeRunner], id
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     seams.steps_have_kernels(monkeypatch, lambda *_: True)
     seams.recorder_has_kernels(monkeypatch, lambda *_: True)
-    seams.decode_trial_lengths(monkeypatch, (5, 6, 70))
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.steps.CHECKED_POSITIONS", (5, 6, 70))
     if DEVICE.type == "cpu":
         seams.large_blocks(monkeypatch)
 
@@ -341,7 +339,7 @@ def test_without_memory_to_check_kernels_nothing_is_recorded(
         raise torch.OutOfMemoryError("no room")
 
     seams.recorder_has_kernels(monkeypatch, lambda *_: False)
-    seams.recorder_refusal(monkeypatch, full)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.unavailable_reason", full)
     passes = PrefillRunner(model_of("llama", tokenizer), AgainAndAgain())
     passes.compile((4,))
     assert passes.refusal == "the kernels cannot be tried: the device is out of memory"
@@ -426,7 +424,7 @@ def test_views_of_the_model_are_made_once(tokenizer: PreTrainedTokenizerFast, mo
         made.append(args[1])
         return HookedLayer(*args)
 
-    seams.hooked_layer(monkeypatch, making)
+    monkeypatch.setattr("qcfuse_rag.runtime.model_views.HookedLayer", making)
     buffer, _ = two_buffers(lm, 20)
     plan, ids = RowsPlan.of(on_device(3, 19), lm.sliding), on_device(5, 6)
     before = passes.replayed

@@ -15,8 +15,7 @@ from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
 from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
-from tests.support.damage import damaged
-from tests.support.engines import make_engine
+from tests.support.engines import damaged, make_engine
 from tests.support.families import build_model
 
 pytest.importorskip("triton")
@@ -73,7 +72,8 @@ def test_layers_that_have_arrived_are_placed_by_one_launch(
     launched: list[dict[str, Any]] = []
     monkeypatch.setattr(place, "place", watched(place.place, launched))
     seams.transfer(monkeypatch, lambda transfers: Nearby(at_once=at_once))
-    seams.growth_of_transfers(monkeypatch, 1)  # each layer is sent alone, as from ordinary memory
+    # each layer is sent alone, as from ordinary memory
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.GROWTH", 1)
     monkeypatch.setattr("qcfuse_rag.runtime.loading.slab_source.slabs_by_format", lambda chunks, *_: ([], chunks))
     lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))

@@ -126,7 +126,7 @@ def test_pages_that_cannot_be_read_are_an_error_and_not_a_signal(store: DiskStor
 def test_where_pages_cannot_be_asked_for_they_are_read(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on kernels before 5.14."""
     store.put(KEY, example_chunk(n_tokens=300))
-    seams.populate_flag(monkeypatch, 12345)
+    monkeypatch.setattr("qcfuse_rag.store.entry.codec.MADV_POPULATE_READ", 12345)
     assert_same(store.get(KEY), example_chunk(n_tokens=300))
     found = store.get(KEY)
     assert not isinstance(found, Miss)

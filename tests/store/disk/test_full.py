@@ -16,7 +16,6 @@ from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.index import DiskQuota
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.store.disk.folders import ENTRY, present, put, taken
-from tests.support import seams
 
 
 def test_a_write_that_fails_leaves_nothing_behind_and_sets_nothing_aside(
@@ -81,7 +80,7 @@ def test_a_disk_that_is_too_full_for_an_index_can_be_cleared(
 
     with monkeypatch.context() as patch:
         if not opened_before:
-            seams.opened_index(patch, full)
+            patch.setattr("qcfuse_rag.store.backends.disk.open_index", full)
         store = DiskStore(folder)
         patch.setattr(DiskQuota, "remove", full)
         assert store.clear() == 3

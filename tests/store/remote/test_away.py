@@ -18,7 +18,6 @@ from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.remote.entries import NAME
 from tests.store.remote.filesystems import Away, Cloud
 from tests.store.remote.servers import RedisProcess
-from tests.support import seams
 
 
 class TestRemoteThatIsAway:
@@ -57,7 +56,7 @@ class TestRemoteThatIsAway:
     def test_a_bucket_that_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         store = RemoteStore(FsspecBlobs("gs://hanging/kv"), pause_s=60.0)
         store.put(example_key(), example_chunk())
-        seams.remote_answer_s(monkeypatch, 1.0)
+        monkeypatch.setattr("qcfuse_rag.store.backends.remote.ANSWER_S", 1.0)
         monkeypatch.setattr(Cloud, "delay_s", 60.0)
         started = time.monotonic()
         found = [store.get(example_key()) for _ in range(10)]
@@ -70,7 +69,7 @@ class TestRemoteThatIsAway:
     def test_a_share_that_hangs_and_whose_client_has_no_time_limit(
         self, away: type[Away], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        seams.remote_answer_s(monkeypatch, 0.3)
+        monkeypatch.setattr("qcfuse_rag.store.backends.remote.ANSWER_S", 0.3)
         store = RemoteStore(FsspecBlobs("away://hanging/kv"))
         store._blobs.read = lambda name: time.sleep(20)  # type: ignore[assignment, method-assign]
         started = time.monotonic()

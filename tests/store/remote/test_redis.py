@@ -18,7 +18,6 @@ from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 from qcfuse_rag.store.backends.remote import RemoteStore
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.remote.servers import RedisProcess
-from tests.support import seams
 
 
 def test_a_full_redis_is_an_error_of_the_put_alone(own_server: RedisProcess) -> None:
@@ -41,7 +40,7 @@ def test_two_prefixes_of_one_server_are_two_stores(server: RedisProcess) -> None
 
 
 def test_many_entries_are_listed_in_steps(on_redis: RedisBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    seams.redis_scan_batch(monkeypatch, 7)
+    monkeypatch.setattr("qcfuse_rag.store.backends.redis_blobs.SCAN_BATCH", 7)
     for number in range(50):
         on_redis.write(f"{number}.kv", [bytes(number)])
     assert sorted(on_redis.names()) == sorted((f"{number}.kv", number) for number in range(50))
@@ -94,7 +93,7 @@ def test_a_server_that_answers_with_anything_else_is_a_miss_with_its_reason(answ
 def test_a_server_that_does_not_come_to_an_end_is_a_miss_in_time(
     answer: bytes, first: int, closes: bool, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seams.remote_answer_s(monkeypatch, 1.0)
+    monkeypatch.setattr("qcfuse_rag.store.backends.remote.ANSWER_S", 1.0)
     started = time.monotonic()
     with (
         answering(tmp_path, answer, first=first, pause_s=0.02, closes=closes) as url,
