@@ -41,6 +41,9 @@ DEEP_MARKDOWN = re.compile(
 """Matches lists and quotes of more than some eight levels, which the Markdown splitter takes long for."""
 
 PART = 8192
+LONG_PART = 1 << 18
+"""Most characters of lines that a splitter gets at once, because nothing interrupts it."""
+
 LAST_SENTENCE_END = re.compile(r".*(?:[.!?]\s|[\u3002\uff01\uff1f])")
 LAST_SPACE = re.compile(r".*\s")
 
@@ -176,6 +179,9 @@ class TextSplitting:
         A run of 1,024 characters without a space or an end of a sentence is cut by its length in bytes, because no
         token is shorter than a byte.
         """
+        return [passage for part in _split_long_texts(text) for passage in self._split(part, markdown=markdown)]
+
+    def _split(self, text: str, *, markdown: bool) -> list[str]:
         markdown = markdown and DEEP_MARKDOWN.search(text) is None
         splitter = self._markdown if markdown else self._plain
         text = text.replace("\f", "\n\n")
@@ -251,6 +257,17 @@ def _read_lines(text: str, name: str, splitting: TextSplitting) -> PassagesBySou
             raise UnreadableFile(f"line {number}: a \\u escape is NUL or a lone surrogate, which is not text")
         passages.setdefault(source, []).extend(splitting.split(passage, markdown=False))
     return passages
+
+
+def _split_long_texts(text: str) -> Iterator[str]:
+    """Yield a text in parts: long ones end before the last heading that fits, or at a blank line or the end of one."""
+    start = 0
+    while len(text) - start > LONG_PART:
+        ends = (text.rfind(end, start + 1, start + LONG_PART) + 1 for end in ("\n\n#", "\n\n", "\n"))
+        stop = next(filter(None, ends), 0) or text.find("\n", start) + 1 or len(text)
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
 
 
 def _split_long_lines(text: str) -> Iterator[str]:

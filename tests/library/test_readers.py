@@ -54,15 +54,16 @@ UNBROKEN = {
     "words without an end": "mill wheel " * 8_000,
     "runs under the bound": ("x" * 1000 + " ") * 80,
     "spaces": " " * 80_000,
+    "lines": "mill wheel\n" * 30_000,
 }
 
 
-@pytest.mark.parametrize("kind", cases(UNBROKEN.keys(), "base64", "Chinese", "table", "words without an end"))
+@pytest.mark.parametrize("kind", cases(UNBROKEN.keys(), "base64", "Chinese", "table", "lines"))
 @pytest.mark.parametrize("markdown", [False, True], ids=["plain", "markdown"])
 def test_the_splitter_gets_short_lines_and_short_runs(
     tokenizer: PreTrainedTokenizerFast, kind: str, markdown: bool
 ) -> None:
-    """Its time grows with the square of both."""
+    """Its time grows with the square of both, and nothing interrupts it."""
     text, splitting, parts = UNBROKEN[kind], TextSplitting(tokenizer, 512), list[str]()
     for name in ("_plain", "_markdown"):
         splitter = getattr(splitting, name)
@@ -70,6 +71,7 @@ def test_the_splitter_gets_short_lines_and_short_runs(
         setattr(splitting, name, recorded)
     passages = splitting.split(text, markdown=markdown)
     assert "".join(parts) == text
+    assert max(map(len, parts)) <= read.LONG_PART
     assert max(len(line) for part in parts for line in part.split("\n")) <= read.PART
     assert not any(read.LONG_RUN.search(part) for part in parts)
     assert "".join("".join(passages).split()) == "".join(text.split())

@@ -24,6 +24,7 @@ from tests.support.serving import free_port
 pytestmark = [pytest.mark.enable_socket, pytest.mark.timeout(300), pytest.mark.slow]
 METHOD = ["--method", "prophetkv", "--ratio", "0.1", "--base", "framed"]
 TOKEN = "a token of the tests"
+PAGE = "http://localhost:3000"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,18 @@ def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
     port = free_port()
     command = [str(Path(sys.executable).parent / "qcfuse"), "serve", "--store", str(library), "--model", model]
     process = subprocess.Popen(
-        [*command, "--name", "tiny", "--port", str(port), "--device", "cpu", *METHOD],
+        [
+            *command,
+            "--name",
+            "tiny",
+            "--port",
+            str(port),
+            "--device",
+            "cpu",
+            "--origins",
+            f"{PAGE}, https://a.example",
+            *METHOD,
+        ],
         env={**os.environ, "QCFUSE_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1"},
     )
     url = f"http://127.0.0.1:{port}"
@@ -68,6 +80,14 @@ def test_llama_index(server: tuple[str, subprocess.Popen[bytes]]) -> None:
     assert said.raw.usage.prompt_tokens_details.cached_tokens > 0  # type: ignore[union-attr]
     streamed = list(llm.stream_chat([ChatMessage(QUESTION)], extra_body={"documents": PASSAGES}))
     assert streamed[-1].message.content == said.message.content
+
+
+def test_pages_that_origins_names_may_ask(server: tuple[str, subprocess.Popen[bytes]]) -> None:
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    for page, status in ((PAGE, 200), ("https://a.example", 200), ("https://b.example", 400)):
+        asked = httpx.options(f"{server[0]}/v1/chat/completions", headers={"origin": page, **asks})
+        allowed = asked.headers.get("access-control-allow-origin")
+        assert (asked.status_code, allowed) == (status, page if status == 200 else None)
 
 
 def test_an_interrupted_server_finishes_what_it_is_answering(server: tuple[str, subprocess.Popen[bytes]]) -> None:
