@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TieredStore, make_method
-from qcfuse_rag.fusion.lookup import plan_lookups
+from qcfuse_rag.fusion.lookup import plan_lookups, rows_if_stored
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
@@ -145,3 +145,13 @@ def test_a_part_behind_the_system_prefix_is_exact_only_from_its_first_token(llam
     fused.load(look_up(engine.lm, engine.store, prompt, make_method("reuse", base=FRAMED)), WaitBudget(None))
     fused.await_all()
     assert [placed.exact for placed in fused.placed_chunks] == [start == 0]
+
+
+def test_rows_behind_what_an_earlier_request_computed_are_those_of_the_passages_that_follow(
+    engine: FusionEngine,
+) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    passed, *following = prompt.chunks
+    passages = sum(map(len, following))
+    rows = rows_if_stored(prompt, make_method("random", ratio=0.5), passed.stop)
+    assert rows == len(prompt) - passed.stop - passages + int(0.5 * passages)

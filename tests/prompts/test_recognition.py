@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method, open_store
+from qcfuse_rag.prompts import recognition
 from qcfuse_rag.prompts.recognition import (
     ANCHOR,
     PIECES,
@@ -274,6 +275,23 @@ def test_what_is_forgotten_is_not_recognised_any_more(engine: FusionEngine) -> N
     assert len(engine.prompt_from_text(flat(PASSAGES)).chunks) == 3
     engine.warm(["The ferry does not go in winter. Ask at the office in the old customs house."], sources=["ferry"])
     assert len(engine.prompt_from_text(flat(PASSAGES)).chunks) == 2
+
+
+def test_a_passage_that_lost_its_last_source_before_it_is_noted_is_not_recognised(engine: FusionEngine) -> None:
+    text = "The lock is closed from ten at night; ask for its keeper at the small office by the bridge."
+    [key] = engine.corpus.keys(engine.prompts.chunk_ids(text), [BLIND])
+    for needs_source, found in ((True, 0), (False, 1)):
+        engine.corpus.signatures.add([(text, key, needs_source)])
+        assert len(engine.corpus.signatures.find(text)) == found
+
+
+def test_the_shortest_run_of_equal_tokens_that_is_worth_a_read_is_read(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = max(map(len, engine.prompt_from_text(flat(PASSAGES[:1])).chunks))
+    for fewest, found in ((longest, 1), (longest + 1, 0)):
+        monkeypatch.setattr(recognition, "MIN_RUN", fewest)
+        assert len(engine.prompt_from_text(flat(PASSAGES[:1])).chunks) == found
 
 
 def test_what_another_process_warms_is_recognised(llama: LanguageModel, tmp_path: Path) -> None:

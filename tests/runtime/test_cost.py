@@ -13,6 +13,7 @@ from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Tier
 from qcfuse_rag.fusion.method import BreakEven
 from qcfuse_rag.runtime.cost import Costs, PrefillEstimate, costs_path, measure_loading, measure_passes, read_costs
 from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, ChunkKey
 from tests.support import seams
@@ -121,6 +122,8 @@ def test_loading_is_measured_when_there_is_something_to_load(llama: LanguageMode
     assert measure_loading(llama, engine.store) is None
     engine.warm(PASSAGES, bases=(FRAMED,))
     assert engine.runner.costs().load_s > 0
+    other = TenantStore(engine.store, "other", bytes(16))
+    assert measure_loading(llama, other) is None, "nobody reads another's entries"
 
 
 def test_loading_is_measured_over_what_is_stored_blind_if_there_is_nothing_else(
@@ -183,7 +186,7 @@ def test_a_damaged_passage_is_left_out_of_the_timing(llama: LanguageModel) -> No
 # --- keeping
 
 
-def test_costs_of_other_kernels_attention_and_tiers_are_kept_apart(
+def test_costs_of_other_kernels_attention_tiers_and_formats_are_kept_apart(
     llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DiskStore(tmp_path) as disk, TieredStore(MemoryStore(), DiskStore(tmp_path)) as tiered:
@@ -192,7 +195,9 @@ def test_costs_of_other_kernels_attention_and_tiers_are_kept_apart(
         paths.add(costs_path(llama, disk))
         monkeypatch.setattr("qcfuse_rag.runtime.cost.dense_attention_name", lambda *_: "flash-attn")
         paths.add(costs_path(llama, disk))
-    assert len(paths) == 4
+    with DiskStore(tmp_path, kv_dtype="int8") as rounded:
+        paths.add(costs_path(llama, rounded))
+    assert len(paths) == 5
 
 
 def test_costs_are_measured_once_and_hold_for_the_engines_life(engine: FusionEngine) -> None:
