@@ -15,6 +15,7 @@ from qcfuse_rag.cli.app import app
 from qcfuse_rag.declared_options import check_limits, declared_options
 from qcfuse_rag.engine.config import LOAD_SETTINGS, EngineConfig, ModelConfig
 from qcfuse_rag.generation.sampling_params import SAMPLING_SETTINGS, SamplingParams
+from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 
 DECLARED = declared_options(EngineConfig) | declared_options(SamplingParams)
@@ -64,3 +65,10 @@ def test_numbers_outside_of_their_limits_are_refused_by_name() -> None:
     check_limits(Settings(0.5))
     with pytest.raises(ValueError, match=r"share must be at least 0 and less than 1, got 1\.5"):
         check_limits(Settings(1.5))
+
+
+def test_wording_is_the_templates_but_for_messages_and_variables_of_their_own() -> None:
+    template, messages = PromptTemplate(chunk="{text}\n---\n"), [("user", "{context}{question}")]
+    assert EngineConfig(template=template).wording == template
+    changed = EngineConfig(template=template, rag_messages=messages, chat_template_kwargs={"brief": True}).wording
+    assert changed == PromptTemplate(tuple(messages), template.chunk, {"brief": True})
