@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -12,9 +12,7 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from typer import Option
 
 from benchmarks.configurations import split_names
@@ -24,21 +22,14 @@ from benchmarks.runner import Record, Report, Run, Table, about_model, machine_c
 from benchmarks.scoring import format_interval, mean_interval
 from qcfuse_rag.bundled import default_embedder, paragraphs, questions
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.fusion.rerank import ROWS, place_passages, question_pass, question_range
-from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import nearest
 from qcfuse_rag.methods.reuse import reuse
 from qcfuse_rag.models.fingerprint import digest
-from qcfuse_rag.prompts.segments import Role
-from qcfuse_rag.runtime.attention.scores import attention_weights
-from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
-from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.store.factory import DEFAULT_KV_DTYPE
 from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, Base
 
-NEUTRAL = "N/A"
 BASES = {base.name: base for base in (FRAMED, PRIMED)}
 TIMED_TOKENS = 150
 
@@ -126,79 +117,15 @@ def score(engine: FusionEngine, embed: Embedder, example: Example, bases: Sequen
         "retriever": rounded(vectors[1:] @ vectors[0]),
     }
     for base in bases:
-        record[f"single_{base.name}"] = alone(engine, example, base)
-        record[f"joint_{base.name}"] = together(engine, example, base)
+        record[base.name] = rounded(likelihoods(engine, example, base))
     return record
 
 
-def alone(engine: FusionEngine, example: Example, base: Base) -> Record:
-    """Return the likelihood of the question and its attention, each passage alone."""
-    budget, method = WaitBudget(None), reuse(base)
-    prompts = [engine.prompt(example.question, [text]) for text in example.passages]
-    start, stop = question_range(prompts[0])
-    ids = prompts[0].ids[start:stop]
-    tokens = next(len(span) for span in prompts[0].spans if span.segment.role is Role.QUESTION)
-    neutral = engine.prompt(NEUTRAL, [example.passages[0]])
-    neutral_start, neutral_stop = question_range(neutral)
-    neutral_ids = neutral.ids[neutral_start:neutral_stop]
-    size = max(1, ROWS // len(ids))
-    found: Record = {"likelihood": [], "attention": [], "neutral": [], "above": []}
-    for first in range(0, len(prompts), size):
-        placed = [place_passages(engine.runner, prompt, method, budget) for prompt in prompts[first : first + size]]
-        assert all(lookup.hit for fused in placed for lookup in fused.lookups if lookup.role == "chunk")
-        watched = [Watch(fused) for fused in placed]
-        logits = question_pass(placed, ids, last=tokens + 1, observers=[watch.observe for watch in watched])
-        wanted = torch.tensor(ids[len(ids) - tokens :], device=logits.device).expand(len(placed), -1)
-        chances = logits[:, :-1].log_softmax(-1).gather(2, wanted[:, :, None])[:, :, 0]
-        found["likelihood"] += rounded(chances.mean(1))
-        plain = [Watch(fused) for fused in placed]
-        question_pass(placed, neutral_ids, observers=[watch.observe for watch in plain])
-        for watch, other in zip(watched, plain, strict=True):
-            q, n = watch.by_layer, other.by_layer
-            found["attention"].append(rounded(q.sum(1)))
-            found["neutral"].append(rounded(n.sum(1)))
-            found["above"].append(rounded((q - n).clamp_min(0).sum(1)))
-    return found
-
-
-def together(engine: FusionEngine, example: Example, base: Base) -> Record:
-    """Return the attention of the question to all passages in one prompt, and that of the neutral question."""
-    prompt = engine.prompt(example.question, example.passages)
-    fused = place_passages(engine.runner, prompt, reuse(base), WaitBudget(None))
-    neutral = engine.prompt(NEUTRAL, example.passages)
-    found: Record = {"attention": [], "neutral": [], "above": []}
-    watches = []
-    for asking in (prompt, neutral):
-        start, stop = question_range(asking)
-        watches.append(Watch(fused))
-        question_pass([fused], asking.ids[start:stop], observers=[watches[-1].observe])
-    spans = [(span.start, span.stop) for span in prompt.chunks]
-    q, n = (watch.whole for watch in watches)
-    for start, stop in spans:
-        found["attention"].append(rounded(q[:, start:stop].sum(1)))
-        found["neutral"].append(rounded(n[:, start:stop].sum(1)))
-        found["above"].append(rounded((q - n)[:, start:stop].clamp_min(0).sum(1)))
-    return found
-
-
-class Watch:
-    """The attention of a pass's rows to each position, by layer."""
-
-    def __init__(self, fused: FusedPrompt) -> None:
-        self.span, self.length = fused.prompt.chunks[0], len(fused.prompt)
-        self.whole = torch.zeros(fused.lm.n_layers, self.length)
-
-    def observe(self, layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
-        """Note a layer."""
-        length = key.shape[2]
-        rows = torch.arange(length - query.shape[2], length)
-        weights = attention_weights(query, key, rows, torch.ones(length, dtype=torch.bool), params)
-        self.whole[layer, :length] = weights
-
-    @property
-    def by_layer(self) -> Tensor:
-        """The attention to the only passage."""
-        return self.whole[:, self.span.start : self.span.stop]
+def likelihoods(engine: FusionEngine, example: Example, base: Base) -> NDArray[np.float64]:
+    """Return the mean log-likelihood of the question behind each passage alone."""
+    found = engine.rerank(example.question, example.passages, method=reuse(base))
+    assert found.reused == len(example.passages), found.fallback
+    return np.array(found.likelihoods)
 
 
 def rounded(values: Any) -> list[float]:
@@ -206,34 +133,19 @@ def rounded(values: Any) -> list[float]:
     return [float(f"{value:.5g}") for value in values.tolist()]
 
 
-SCORES: Mapping[str, Callable[[Record], NDArray[np.float64]]] = {
-    "likelihood": lambda found: np.array(found["likelihood"]),
-    "attention": lambda found: upper(found["attention"]) - upper(found["neutral"]),
-}
-
-
-def upper(by_layer: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """Return the sum over the upper two thirds of the layers, of each passage."""
-    values = np.array(by_layer)
-    return values[:, values.shape[1] // 3 :].sum(1)
-
-
 def standardized(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return scores with mean 0 and deviation 1."""
-    return (scores - scores.mean()) / max(float(scores.std()), 1e-12)
+    found: NDArray[np.float64] = (scores - scores.mean()) / max(float(scores.std()), 1e-12)
+    return found
 
 
 def orders(record: Record) -> dict[str, NDArray[np.float64]]:
     """Return the scores of a question's passages, by what orders them."""
     retriever = np.array(record["retriever"], np.float64)
     found = {"MiniLM": retriever}
-    for name, side in record.items():
-        for score, of in SCORES.items() if isinstance(side, dict) else ():
-            if score in side:
-                way, base = name.split("_")
-                label = f"{score}, {base}, {'each alone' if way == 'single' else 'all in one prompt'}"
-                found[label] = of(side)
-                found[f"{label} + MiniLM"] = standardized(of(side)) + standardized(retriever)
+    for base in BASES.keys() & record.keys():
+        found[f"likelihood, {base}"] = likelihood = np.array(record[base], np.float64)
+        found[f"likelihood, {base} + MiniLM"] = standardized(likelihood) + standardized(retriever)
     return found
 
 

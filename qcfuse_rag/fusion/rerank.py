@@ -25,7 +25,7 @@ from qcfuse_rag.prompts.segments import Prompt, Role
 from qcfuse_rag.runtime.forward import forward_batch
 from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.runtime.loading.sources import LateMissError
-from qcfuse_rag.runtime.rows import BatchPlan, Observer, RowsPlan
+from qcfuse_rag.runtime.rows import BatchPlan, RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 
 ROWS = 256
@@ -174,20 +174,11 @@ def question_likelihoods(placed: Sequence[FusedPrompt]) -> list[float]:
     prompt = placed[0].prompt
     start, stop = question_range(prompt)
     tokens = next(len(span) for span in prompt.spans if span.segment.role is Role.QUESTION)
-    logits = question_pass(placed, prompt.ids[start:stop], last=tokens + 1)[:, :-1]
+    lm, firsts = placed[0].lm, [question_range(fused.prompt)[0] for fused in placed]
+    plans = [RowsPlan.between(first, first + stop - start, lm.device, lm.sliding) for first in firsts]
+    batch = BatchPlan(plans, [fused.await_all() for fused in placed])
+    ids = torch.tensor(prompt.ids[start:stop], device=lm.device)
+    logits = forward_batch(lm, ids, batch, last=tokens + 1)[:, :-1]
     asked = torch.tensor(prompt.ids[stop - tokens : stop], device=logits.device).expand(len(placed), -1)
     found: list[float] = logits.log_softmax(-1).gather(2, asked[:, :, None]).mean((1, 2)).tolist()
     return found
-
-
-def question_pass(
-    placed: Sequence[FusedPrompt], ids: Sequence[int], *, last: int = 0, observers: Sequence[Observer] | None = None
-) -> Tensor:
-    """Compute the same ids behind the passage of each prompt in one pass; see `runtime.forward.forward_batch`."""
-    lm, plans = placed[0].lm, []
-    for index, fused in enumerate(placed):
-        start = question_range(fused.prompt)[0]
-        observe = None if observers is None else observers[index]
-        plans.append(RowsPlan.between(start, start + len(ids), lm.device, lm.sliding, observe))
-    batch = BatchPlan(plans, [fused.await_all() for fused in placed])
-    return forward_batch(lm, torch.tensor(ids, device=lm.device), batch, last=last)

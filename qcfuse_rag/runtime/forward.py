@@ -97,14 +97,10 @@ def planned_inputs(
 def forward_batch(lm: LanguageModel, ids: Tensor, plan: BatchPlan, *, last: int) -> Tensor:
     """Compute the same `[R]` int64 ids as rows of several prompts; return `[B, last, vocabulary]` float32 logits.
 
-    They are those after the last so many rows; with 0, none are computed. Keys and values of the rows are written to
-    the prompts' buffers.
+    They are those after the last so many rows. Keys and values of the rows are written to the prompts' buffers.
     """
     positions = torch.stack([rows.rows for rows in plan.plans])
     inputs = planned_inputs(ids.expand(len(positions), -1), positions, plan.cache(), plan)
-    if not last:
-        lm.fused_model.get_decoder()(**inputs)
-        return torch.empty(len(positions), 0, 0)
     logits: Tensor = lm.fused_model(**inputs, logits_to_keep=last).logits
     return logits.float()
 

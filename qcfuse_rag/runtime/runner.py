@@ -55,7 +55,7 @@ class ModelRunner:
         self.prefills = PrefillRunner(lm)
         self.decodes = DecodeRunner(lm)
         self.costs = MeasuredCosts(lm, store, self.prefills)
-        self.pool = BufferPool()
+        self.pool: BufferPool | None = BufferPool()
         self.free_memory: Callable[[], None] | None = None
         kernels_available(lm.device, lm.dtype, lm.widest_head)
 

@@ -193,7 +193,7 @@ def rows_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     window = _planned_window(fusion, layer) if sliding_window == UNKNOWN_WINDOW else sliding_window
     if isinstance(fusion, BatchPlan):
-        options = {"sliding_window": window, "softcap": softcap, "s_aux": s_aux}
+        options: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "s_aux": s_aux}
         outputs = []
         for index, (plan, buffer) in enumerate(zip(fusion.plans, fusion.buffers, strict=True)):
             keys, values = (side[layer][:, :, : plan.length] for side in (buffer.keys, buffer.values))
