@@ -1,7 +1,7 @@
 /** A conversation: questions, their streamed answers with clocks, and what each turn reused. */
 
 import { events, send } from "./api.js";
-import { byId, count, element, fromTemplate, seconds } from "./elements.js";
+import { byId, element, fromTemplate, seconds } from "./elements.js";
 import { showExplanation, showReport } from "./explanation.js";
 
 const CLOCK_MS = 100;
@@ -80,12 +80,10 @@ class Answer {
     this.part("text").setAttribute("aria-busy", "false");
   }
 
-  /** Say how much later the first token came than that of another answer, and if not all was computed for it. */
+  /** Say how much later the first token came than that of another answer. */
   compareWith(other) {
-    const earlier = this.report.prefix_tokens;
     const times = (this.firstToken / other.firstToken).toFixed(1);
-    const saved = earlier ? `, with ${count(earlier, "token")} from earlier requests` : "";
-    this.part("clock").append(" ", element("strong", {}, `That took ${times} times as long${saved}.`));
+    this.part("clock").append(" ", element("strong", {}, `That took ${times} times as long.`));
   }
 }
 
