@@ -12,10 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import DiskStore
 from qcfuse_rag.background_thread import BackgroundThread
-from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.testing import example_key
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,15 +49,6 @@ next(iter(request))
 print("begun")
 """
 
-WRITING = """
-from qcfuse_rag import DiskStore, MemoryStore, TieredStore
-from qcfuse_rag.store.testing import example_chunk, example_key
-
-store = TieredStore(MemoryStore(), DiskStore({folder!r}), write_behind_bytes=1 << 30)
-for number in range(40):
-    store.put(example_key(number), example_chunk())
-"""
-
 FORKING = """
 import os
 pid = os.fork()
@@ -85,12 +73,6 @@ def test_a_thread_that_computes_is_ended_first() -> None:
 
 def test_a_program_may_end_in_the_middle_of_an_answer() -> None:
     assert output(ANSWERING) == "begun\n"
-
-
-def test_queued_chunks_are_written_before_the_program_ends(tmp_path: Path) -> None:
-    output(WRITING.format(folder=str(tmp_path)))
-    with DiskStore(tmp_path) as store:
-        assert all(isinstance(store.get(example_key(number)), ChunkKV) for number in range(40))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

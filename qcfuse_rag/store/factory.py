@@ -24,7 +24,7 @@ DEFAULT_KV_DTYPE = "int8"
 """Default format of entries on disks and servers: a quarter of float32's bytes and half of bfloat16's."""
 
 
-def open_store(  # noqa: PLR0913 keyword arguments of the entry point
+def open_store(
     folder: str | Path | None = None,
     *,
     disk_bytes: int | None = None,
@@ -36,7 +36,6 @@ def open_store(  # noqa: PLR0913 keyword arguments of the entry point
     tenant: str | None = None,
     encrypt: bool | None = None,
     remote: str | None = None,
-    write_behind_bytes: int = 0,
 ) -> KVStore:
     """Open a store.
 
@@ -56,7 +55,6 @@ def open_store(  # noqa: PLR0913 keyword arguments of the entry point
         remote: URL of a bucket or server behind the disk, shared by machines, with the same format and secret; see
             `store.backends.remote`. While it cannot be reached, chunks are kept on disk alone. The folder remembers it
             without its password; an empty URL removes it.
-        write_behind_bytes: write to the slowest tier later, queueing at most so many bytes.
 
     Options that are not given are as the folder was opened before.
 
@@ -87,10 +85,9 @@ def open_store(  # noqa: PLR0913 keyword arguments of the entry point
     if blobs is not None:
         far = RemoteStore(blobs, kv_dtype=kv_dtype, ttl_s=ttl_s, cipher=cipher)
         if disk is not None:
-            far = TieredStore(disk, far, write_behind_bytes=write_behind_bytes, near_suffices=True)
-            write_behind_bytes = 0  # only the slowest tier is written later
+            far = TieredStore(disk, far, near_suffices=True)
     if far is not None:
-        store = TieredStore(store, far, write_behind_bytes=write_behind_bytes)
+        store = TieredStore(store, far)
     return store if tenant is None or tenant_secret is None else TenantStore(store, tenant, tenant_secret, owned=True)
 
 

@@ -24,12 +24,12 @@ STORES: dict[str, Open] = {
     "encrypted disk": lambda folder: DiskStore(folder, 8 * MIB, cipher=StoreCipher(SECRET)),
     "memory over disk": lambda folder: TieredStore(MemoryStore(MIB), DiskStore(folder, 8 * MIB)),
     "too small a memory over disk": lambda folder: TieredStore(MemoryStore(10), DiskStore(folder, 8 * MIB)),
-    "memory over disk, written later": lambda folder: TieredStore(
-        MemoryStore(MIB, kv_dtype="int8"), DiskStore(folder, 8 * MIB, kv_dtype="int8"), write_behind_bytes=8192
+    "memory over disk, int8": lambda folder: TieredStore(
+        MemoryStore(MIB, kv_dtype="int8"), DiskStore(folder, 8 * MIB, kv_dtype="int8")
     ),
     "three tiers": lambda folder: TieredStore(  # the third stands for a store on another machine
         MemoryStore(MIB),
-        TieredStore(DiskStore(folder, 8 * MIB), MemoryStore(8 * MIB), write_behind_bytes=MIB),
+        TieredStore(DiskStore(folder, 8 * MIB), MemoryStore(8 * MIB)),
     ),
     "tenant over disk": lambda folder: TenantStore(DiskStore(folder, 8 * MIB), "alice", SECRET),
 }

@@ -1,10 +1,9 @@
-"""A fast store in front of a slow one: promotion, writing later, and errors of both."""
+"""A fast store in front of a slow one: promotion, and errors of both."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,51 +36,9 @@ class Watched(MemoryStore):
         self.was_put.set()
 
 
-class Gated(MemoryStore):
-    """Writes only while its gate is open, can fail, and signals when a write has begun."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 20)
-        self.gate, self.begun = threading.Event(), threading.Event()
-        self.broken: Exception | None = None
-        self.order: list[str] = []
-
-    def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
-        self.begun.set()
-        assert self.gate.wait(PATIENCE_S)
-        if self.broken is not None:
-            raise self.broken
-        super().put(key, chunk, saved_ms=saved_ms)
-        self.order.append(key.address)
-
-
-@pytest.fixture
-def far() -> Gated:
-    return Gated()
-
-
-@pytest.fixture
-def later(far: Gated) -> Iterator[TieredStore]:
-    """Give a store that writes later, holding back two and a half chunks, and keeps nothing near."""
-    with TieredStore(MemoryStore(10), far, write_behind_bytes=5 * SIZE // 2) as store:
-        yield store
-        far.gate.set()
-
-
 def put(store: TieredStore, *numbers: int) -> None:
     for number in numbers:
         store.put(example_key(number), example_chunk(number))
-
-
-def waiting_for(thread: threading.Thread) -> bool:
-    """Return whether a thread still waits, having had the time not to."""
-    thread.join(0.2)
-    return thread.is_alive()
-
-
-def ends(thread: threading.Thread) -> bool:
-    thread.join(PATIENCE_S)
-    return not thread.is_alive()
 
 
 # Reading.
@@ -154,9 +111,14 @@ def test_what_is_pinned_is_kept_in_every_tier() -> None:
         assert [KEY in tier for tier in store.tiers] == [True, True]
 
 
-def test_a_far_tier_that_is_away_can_be_done_without_where_the_near_one_suffices(far: Gated, tmp_path: Path) -> None:
-    far.broken = StoreError("the remote is away")
-    far.gate.set()
+def test_a_far_tier_that_is_away_can_be_done_without_where_the_near_one_suffices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*args: object, **kwargs: object) -> None:
+        raise StoreError("the remote is away")
+
+    far = MemoryStore()
+    monkeypatch.setattr(far, "put", away)
     with TieredStore(DiskStore(tmp_path), far, near_suffices=True) as store:
         put(store, 0, 1)
         assert_same(store.get(KEY), example_chunk())
@@ -222,124 +184,6 @@ def test_a_folder_knows_the_remote_behind_it_but_not_its_password(
     for given, tiers in (("bucket", 3), (None, 3), ("", 2), (None, 2)):
         with open_store(tmp_path / "kv", remote=given) as store:
             assert len(store.tiers) == tiers, "an empty one takes it away"
-
-
-# Writing later.
-
-
-def test_what_waits_can_be_seen_in_every_way(later: TieredStore) -> None:
-    put(later, 0, 1)
-    for number in (0, 1):
-        assert example_key(number) in later
-        assert_same(later.get(example_key(number)), example_chunk(number))
-        found = later.open(example_key(number).address)
-        assert not isinstance(found, Miss)
-        assert found[0] == example_key(number)
-    assert {(e.address, e.size_bytes) for e in later.entries()} == {(example_key(n).address, SIZE) for n in (0, 1)}
-
-
-def test_whoever_brings_more_than_may_be_held_back_waits_unless_nothing_is(later: TieredStore, far: Gated) -> None:
-    later.put(KEY, example_chunk(n_tokens=100))
-    second = threading.Thread(target=put, args=(later, 1))
-    second.start()
-    assert waiting_for(second)
-    assert example_key(1) not in later
-    far.gate.set()
-    assert ends(second)
-    later.flush()
-    assert far.order == [example_key(number).address for number in range(2)]
-
-
-def test_a_chunk_put_again_while_it_is_written_is_written_again(later: TieredStore, far: Gated) -> None:
-    put(later, 0)
-    assert far.begun.wait(PATIENCE_S)
-    later.put(KEY, example_chunk(9))
-    far.gate.set()
-    later.flush()
-    assert_same(far.get(KEY), example_chunk(9))
-
-
-@pytest.mark.parametrize("failure", [StoreError("the disk is full"), RuntimeError("something else")], ids=repr)
-def test_what_could_not_be_written_is_told_by_the_next_flush_and_only_by_that(
-    later: TieredStore, far: Gated, failure: Exception
-) -> None:
-    far.broken = failure
-    far.gate.set()
-    put(later, 0, 1)
-    with pytest.raises(StoreError, match=rf"{failure} \(and 1 more\)"):
-        later.flush()
-    assert KEY not in later
-    far.broken = None
-    put(later, 2)
-    later.flush()
-    assert example_key(2) in far
-
-
-def test_what_is_discarded_while_it_waits_or_is_written_is_gone_afterwards(later: TieredStore, far: Gated) -> None:
-    put(later, 0, 1)
-    assert far.begun.wait(PATIENCE_S)
-    assert later.discard(example_key(1))
-    assert example_key(1) not in later
-    found: list[bool] = []
-    discarding = threading.Thread(target=lambda: found.append(later.discard(KEY)))
-    discarding.start()
-    assert waiting_for(discarding), "until it can be removed"
-    far.gate.set()
-    assert ends(discarding)
-    later.flush()
-    assert (found, far.order) == ([True], [KEY.address])
-    assert (KEY in far, KEY in later) == (False, False)
-
-
-def test_pinning_reaches_what_waits(later: TieredStore, far: Gated) -> None:
-    put(later, 0)
-    far.gate.set()
-    assert later.pin(KEY)
-    assert [entry.pinned for entry in far.entries()] == [True]
-
-
-def test_closing_writes_what_waits(tmp_path: Path) -> None:
-    with open_store(tmp_path, memory_bytes=10, write_behind_bytes=100 * SIZE) as store:
-        put(store, *range(20))  # type: ignore[arg-type]
-    with open_store(tmp_path) as store:
-        assert all(example_key(number) in store for number in range(20))
-
-
-def test_closing_tells_what_could_not_be_written_and_closes_all_the_same(far: Gated) -> None:
-    far.broken = StoreError("the disk is full")
-    far.gate.set()
-    store = TieredStore(MemoryStore(10), far, write_behind_bytes=100 * SIZE)
-    put(store, 0)
-    with pytest.raises(StoreError, match="the disk is full"):
-        store.close()
-    assert not any(thread.name.startswith("qcfuse-write-behind") for thread in threading.enumerate())
-    store.close()
-
-
-def test_what_is_discarded_while_it_waits_and_is_read_does_not_come_back(far: Gated) -> None:
-    far.gate.set()
-    near = MemoryStore()
-    with TieredStore(near, far, write_behind_bytes=100 * SIZE) as store:
-        far.gate.clear()
-        put(store, 0)
-        near.discard(KEY)  # as if it had been evicted
-        keep = near.put
-
-        def lose_and_keep(key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
-            far.gate.set()
-            store.discard(key)
-            keep(key, chunk, saved_ms=saved_ms)
-
-        near.put = lose_and_keep  # type: ignore[method-assign]
-        assert isinstance(store.get(KEY), ChunkKV), "the reader had it already"
-        assert KEY not in store
-
-
-def test_clearing_does_not_mind_what_could_not_be_written() -> None:
-    store = TieredStore(MemoryStore(), MemoryStore(limit_bytes=1), write_behind_bytes=1 << 20)
-    store.put(KEY, example_chunk())
-    store.clear()
-    assert KEY not in store
 
 
 def test_uses_of_the_tier_in_memory_count_where_the_disk_evicts(tmp_path: Path) -> None:

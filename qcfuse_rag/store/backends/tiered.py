@@ -5,99 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
 
 from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
-from qcfuse_rag.store.key import ChunkKey, address_of
+from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.quantization import LOSSLESS
-
-
-@dataclass(frozen=True, slots=True)
-class QueuedChunk:
-    """A chunk that is not written yet."""
-
-    key: ChunkKey
-    chunk: ChunkKV
-    saved_ms: float | None
-    size: int
-
-
-class WriteBehind:
-    """Writes chunks on its own thread, in order; `put` waits while the queue is full."""
-
-    def __init__(self, store: KVStore, limit_bytes: int) -> None:
-        self._store, self._limit = store, limit_bytes
-        self._queued: dict[str, QueuedChunk] = {}
-        self._writing: str | None = None
-        self._errors: list[str] = []
-        self._changed = threading.Condition()
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qcfuse-write-behind")
-
-    def put(self, key: ChunkKey, chunk: ChunkKV, saved_ms: float | None) -> None:
-        """Queue a chunk, whose tensors must not change any more."""
-        item = QueuedChunk(key, chunk, saved_ms, chunk.nbytes)
-        with self._changed:
-            self._queued.pop(key.address, None)
-            while self._queued and sum(other.size for other in self._queued.values()) + item.size > self._limit:
-                self._changed.wait()
-            self._queued[key.address] = item
-            self._writer.submit(self._write, key.address)
-
-    def get(self, address: str) -> tuple[ChunkKey, ChunkKV] | None:
-        """Return an entry that is still queued, or None."""
-        with self._changed:
-            item = self._queued.get(address)
-            return None if item is None or item.chunk.expired else (item.key, item.chunk)
-
-    def entries(self) -> list[tuple[str, int]]:
-        """Return address and size of queued chunks."""
-        with self._changed:
-            return [(address, item.size) for address, item in self._queued.items()]
-
-    def discard(self, address: str) -> bool:
-        """Remove a chunk from the queue, after waiting for a write of it under way; return whether it was queued."""
-        with self._changed:
-            removed = self._queued.pop(address, None) is not None
-            self._changed.notify_all()
-            while self._writing == address:
-                self._changed.wait()
-            return removed
-
-    def flush(self) -> None:
-        """Wait until the queue is empty; raises `StoreError` if a chunk could not be written since the last call."""
-        with self._changed:
-            while self._queued or self._writing:
-                self._changed.wait()
-            errors, self._errors = self._errors, []
-        if errors:
-            more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-            raise StoreError(f"{errors[0]}{more}")
-
-    def close(self) -> None:
-        """Write queued chunks and stop."""
-        self._writer.shutdown()
-
-    def _write(self, address: str) -> None:
-        with self._changed:
-            item = self._queued.get(address)
-            if item is None:  # discarded, or put twice and written already
-                return
-            self._writing = address
-        error: str | None = None
-        try:
-            self._store.put(item.key, item.chunk, saved_ms=item.saved_ms)
-        except Exception as failure:  # of any kind: `flush` reports it
-            error = str(failure)
-        with self._changed:
-            self._writing = None
-            if error is not None:
-                self._errors.append(error)
-            if self._queued.get(address) is item:  # neither discarded nor replaced meanwhile
-                del self._queued[address]
-            self._changed.notify_all()
 
 
 class TieredStore(KVStore):
@@ -108,8 +21,6 @@ class TieredStore(KVStore):
     Args:
         near: small and fast; it may evict.
         far: the store whose success counts.
-        write_behind_bytes: write to the far store later, queueing at most so many bytes; 0 writes at once. Queued
-            chunks are lost if the process dies, and warmed again by the next job.
         near_suffices: count a chunk as stored if only the near store could be written, such as a disk in front of a
             remote that cannot be reached; `flush` reports it.
 
@@ -117,9 +28,7 @@ class TieredStore(KVStore):
         StoreError: if the near store has less precision than the far one.
     """
 
-    def __init__(
-        self, near: KVStore, far: KVStore, *, write_behind_bytes: int = 0, near_suffices: bool = False
-    ) -> None:
+    def __init__(self, near: KVStore, far: KVStore, *, near_suffices: bool = False) -> None:
         if near.kv_dtype not in (LOSSLESS, far.kv_dtype):
             raise StoreError(
                 f"the near store keeps {near.kv_dtype} and the far one {far.kv_dtype}, so that answers would depend on "
@@ -130,7 +39,6 @@ class TieredStore(KVStore):
         self.folder = far.folder or near.folder
         self.limit_bytes, self.ttl_s = far.limit_bytes, far.ttl_s
         self._near_suffices, self._far_failures = near_suffices, list[str]()
-        self._queue = WriteBehind(far, write_behind_bytes) if write_behind_bytes else None
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qcfuse-prefetch")
         self._prefetching: set[str] = set()
         self._lock = threading.Lock()
@@ -150,8 +58,7 @@ class TieredStore(KVStore):
 
     def _promote(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk from the far tier, and copy it near."""
-        queued = self._queued(key.address)
-        chunk = queued[1] if queued else self.far.get(key)
+        chunk = self.far.get(key)
         if isinstance(chunk, Miss):
             return chunk
         try:
@@ -163,7 +70,7 @@ class TieredStore(KVStore):
             return chunk  # too large for the near tier, or it is full or read-only: read from the far tier
         except OSError as error:
             return Miss(f"cannot be read: {error}")
-        if self._queued(key.address) is None and key not in self.far:  # discarded meanwhile
+        if key not in self.far:  # discarded meanwhile
             self.near.discard(key)
             return chunk
         promoted = self.near.open(key.address)  # does not count as another use
@@ -172,26 +79,18 @@ class TieredStore(KVStore):
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
         """Return an entry with its key, from the nearest tier that has it; nothing is copied."""
         opened = self.near.open(address)
-        if not isinstance(opened, Miss):
-            return opened
-        return self._queued(address) or self.far.open(address)
-
-    def _queued(self, address: str) -> tuple[ChunkKey, ChunkKV] | None:
-        return None if self._queue is None else self._queue.get(address)
+        return self.far.open(address) if isinstance(opened, Miss) else opened
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Store a chunk in both tiers; only the far one must succeed, or either if the near one suffices."""
         converted = to_store_format(chunk, self.kv_dtype).with_ttl(self.ttl_s)
         failure: StoreError | None = None
-        if self._queue is not None:
-            self._queue.put(key, converted.copied(), saved_ms)
-        else:
-            try:
-                self.far.put(key, converted, saved_ms=saved_ms)
-            except StoreError as error:
-                if not self._near_suffices:
-                    raise
-                failure = error
+        try:
+            self.far.put(key, converted, saved_ms=saved_ms)
+        except StoreError as error:
+            if not self._near_suffices:
+                raise
+            failure = error
         try:
             self.near.put(key, converted, saved_ms=saved_ms)
         except StoreError:
@@ -202,13 +101,12 @@ class TieredStore(KVStore):
             self._far_failures.append(str(failure))
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
-        queued = self._queue.discard(address_of(key)) if self._queue is not None else False
         # The far tier first: a promotion under way looks there before it keeps its copy.
         far, near = self.far.discard(key, reason), self.near.discard(key, reason)
-        return near or far or queued
+        return near or far
 
     def __contains__(self, key: ChunkKey | str) -> bool:
-        return self._queued(address_of(key)) is not None or key in self.near or key in self.far
+        return key in self.near or key in self.far
 
     def entries(self) -> Iterator[EntryInfo]:
         """Yield what the farthest tier knows of every entry, and what only a nearer tier knows, such as its uses."""
@@ -216,20 +114,13 @@ class TieredStore(KVStore):
         for entry in self.near.entries():
             far = known.get(entry.address)
             known[entry.address] = entry if far is None else far.completed_by(entry)
-        for item in self._queue.entries() if self._queue is not None else ():
-            queued = EntryInfo(*item)
-            known.setdefault(queued.address, queued)
         yield from known.values()
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
-        with suppress(StoreError):  # a chunk that could not be written is not pinned
-            self.flush()
         near, far = self.near.pin(key, pinned=pinned), self.far.pin(key, pinned=pinned)
         return near or far
 
     def clear(self) -> int:
-        with suppress(StoreError):
-            self.flush()
         count = sum(1 for _ in self.entries())
         self.near.clear()
         self.far.clear()
@@ -262,8 +153,6 @@ class TieredStore(KVStore):
                 self._prefetching.discard(key.address)
 
     def flush(self) -> None:
-        if self._queue is not None:
-            self._queue.flush()
         self.near.flush()
         self.far.flush()
         failures, self._far_failures = self._far_failures, []
@@ -272,12 +161,10 @@ class TieredStore(KVStore):
             raise StoreError(f"{len(failures)} chunks are in the {self.near.kind} tier only: {failures[-1]}{copy}")
 
     def close(self) -> None:
-        """Stop prefetching, write queued chunks, and close both tiers."""
+        """Stop prefetching and close both tiers."""
         self._reader.shutdown(wait=True, cancel_futures=True)
         try:
             self.flush()
         finally:
-            if self._queue is not None:
-                self._queue.close()
             self.near.close()
             self.far.close()
