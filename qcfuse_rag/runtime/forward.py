@@ -17,10 +17,11 @@ from qcfuse_rag.models.rope import cache_argument
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import to_device
 from qcfuse_rag.runtime.kernels.support import kernels_available
-from qcfuse_rag.runtime.kv_table import KVTable, TablePlan
+from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.layer_hooks import HookedPass
 from qcfuse_rag.runtime.model_views import decoder_view, model_view
 from qcfuse_rag.runtime.rows import BatchPlan, RowsPlan, StepPlan
+from qcfuse_rag.runtime.table_plan import TablePlan
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.language_model import LanguageModel

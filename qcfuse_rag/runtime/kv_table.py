@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
 from qcfuse_rag.models.rope import KVShape
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.rows import Observer, PlannedLayer
 
 ALIGNMENT = 16
 """Bytes that a kernel reads at once where every token begins at a multiple of them."""
@@ -93,41 +90,3 @@ def buffer_addresses(buffers: Sequence[KVBuffer]) -> Tensor:
         [(key.data_ptr(), value.data_ptr(), key.stride(1), value.stride(1)) for key, value in layer] for layer in layers
     ]
     return torch.tensor(entries, dtype=torch.int64)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TablePlan:
-    """The same number of rows of each of several requests.
-
-    Only tensors on the device identify the requests, so a recorded pass can be replayed for others.
-
-    Attributes:
-        rows: `[B, R]` int64 positions, on the model's device; a row sees the keys up to its own position.
-        table: locates the buffers.
-        windows: per layer the sliding window in tokens or None, for models that do not pass it to attention.
-        observe: called in every layer before attention, with the layer's queries and the keys of the rows.
-    """
-
-    rows: Tensor
-    table: KVTable
-    windows: Sequence[int | None]
-    observe: Observer | None = None
-
-    def cache(self) -> Cache:
-        """Return a transformers cache that writes the rows to the buffers, for one pass."""
-        return Cache(layers=[TableLayer(self, layer) for layer in range(len(self.table.shapes))])
-
-
-class TableLayer(PlannedLayer):
-    """A cache layer that writes fresh keys and values to the table's buffers, where attention reads them."""
-
-    def __init__(self, plan: TablePlan, layer: int) -> None:
-        super().__init__(plan.table.longest, plan.table.longest)
-        self.plan, self.layer = plan, layer
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[B, Hkv, R, D]` fresh keys and values to the buffers; return them unchanged."""
-        from qcfuse_rag.runtime.kernels.table_attention import append_rows
-
-        append_rows(key_states, value_states, self.plan.table, self.layer, self.plan.rows)
-        return key_states, value_states

@@ -25,9 +25,9 @@ from transformers.masking_utils import sdpa_mask
 
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.runtime.kernels.support import supports_kernels
-from qcfuse_rag.runtime.kv_table import TablePlan
 from qcfuse_rag.runtime.reference_attention import explicit_attention, seen_keys
 from qcfuse_rag.runtime.rows import AttentionParams, BatchPlan, RowBlock, RowsPlan, StepPlan
+from qcfuse_rag.runtime.table_plan import TablePlan
 
 ROWS_PER_BLOCK = 128
 

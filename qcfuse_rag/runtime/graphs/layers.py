@@ -20,11 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import planned_inputs
 from qcfuse_rag.runtime.graphs.recorder import GraphRecorder, SamplePrompt, recording_refusal
-from qcfuse_rag.runtime.kernels.support import relative_error
-from qcfuse_rag.runtime.kv_table import RebindableKVTable, TablePlan
+from qcfuse_rag.runtime.kernels.limits import relative_error
+from qcfuse_rag.runtime.kv_table import RebindableKVTable
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.model_views import ViewCache, decoder_view
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
+from qcfuse_rag.runtime.table_plan import TablePlan
 
 Exclusively = Callable[[Callable[[], Tensor]], Tensor | None]
 """Runs something with the device to itself; None if another thread has it, or the pass differs from its recording."""

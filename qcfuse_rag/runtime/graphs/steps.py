@@ -15,9 +15,10 @@ from torch import Tensor
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_plan
 from qcfuse_rag.runtime.graphs.recorder import GraphRecorder, SamplePrompt, recording_refusal
-from qcfuse_rag.runtime.kernels.support import relative_error
-from qcfuse_rag.runtime.kv_table import RebindableKVTable, TablePlan
+from qcfuse_rag.runtime.kernels.limits import relative_error
+from qcfuse_rag.runtime.kv_table import RebindableKVTable
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.table_plan import TablePlan
 
 CHECKED_POSITIONS = (5, 6, 200)
 """Positions at which a recorded step is checked: it must not depend on the position at which it was recorded."""

@@ -31,8 +31,8 @@ from qcfuse_rag.runtime.kernels.launch import (
     on_device,
     triton_type,
 )
+from qcfuse_rag.runtime.kernels.limits import TOLERANCE, relative_error
 from qcfuse_rag.runtime.kernels.split_k import allocate_parts, combine_parts, num_splits
-from qcfuse_rag.runtime.kernels.support import TOLERANCE, relative_error
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.reference_attention import explicit_attention, seen_keys
 from qcfuse_rag.runtime.rows import AttentionParams

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.kernels.limits import TOLERANCE, relative_error
 
 LOG = logging.getLogger(__name__)
 
@@ -19,7 +20,6 @@ SWITCH = "QCFUSE_KERNELS"
 """Environment variable; `0` switches the kernels off, so that torch computes everything."""
 OLDEST = (8, 0)
 """Oldest compute capability that is supported: Ampere, the first with bfloat16."""
-TOLERANCE = 1e-2
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256
 FP8_SINCE = (8, 9)
@@ -152,8 +152,3 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
         for kind, (result, expected) in zip(("keys", "values"), placed.transpose(0, 1), strict=True):
             errors[f"place {kv_dtype} {kind}"] = relative_error(result, expected)
     return errors
-
-
-def relative_error(result: Tensor, expected: Tensor) -> float:
-    """Return the relative error of a result in the Frobenius norm; NaN passes no comparison."""
-    return float((result.double() - expected.double()).norm() / expected.double().norm())
