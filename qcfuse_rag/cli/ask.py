@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qcfuse_rag.cli.console import ERR, OUT, error_text, print_json, print_line, print_note, shows_tracebacks, size
@@ -13,9 +13,10 @@ from qcfuse_rag.cli.library import open_session
 from qcfuse_rag.cli.options import AskOptions, CorpusOptions, JobOptions
 from qcfuse_rag.cli.warm import print_left_out, run_job
 from qcfuse_rag.engine.config import EngineConfig
-from qcfuse_rag.errors import PromptTooLong
+from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decoding import Generation
+from qcfuse_rag.library.jobs import JobRecord
 from qcfuse_rag.library.session import LibraryAnswer, LibrarySession
 from qcfuse_rag.prompts.template import Message
 
@@ -37,8 +38,11 @@ def ask_library(
     """
     if documents:
         corpus = CorpusOptions(paths=list(documents), tenant=options.tenant)
+        with suppress(QCFuseError):  # there was no job before, whose passages are not to be split anew
+            last = JobRecord.load(library).arguments
+            corpus = replace(corpus, **{name: last[name] for name in ("max_tokens", "batch_tokens") if name in last})
         summary, _ = run_job(library, config, corpus, JobOptions(embedder=options.embedder))
-        print_left_out(summary["failed"], summary["unread"])
+        print_left_out(summary)
     with open_session(library, config, options) as session:
         answer = session.answer(question, max_new_tokens=max_new_tokens)
         if as_json:

@@ -86,6 +86,8 @@ def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions) ->
         autoscaling = {"min_replicas": options.replicas, "max_replicas": options.most_replicas}
     # A plain object: the command line's packages may be missing on the cluster.
     server = ServerSettings(**{field.name: getattr(options, field.name) for field in fields(ServerSettings)})
+    # Named here: the cluster may lack the model's folder.
+    server = replace(server, name=server.served_name(config.model or default_model()))
     run_deployment(EngineDeployment(replica, server, config=config, autoscaling=autoscaling))
     try:
         _print_address(options, config)

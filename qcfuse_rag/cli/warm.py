@@ -93,7 +93,7 @@ def plan_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, *, 
     OUT.print(f"would take {size(plan.size_bytes)} of {size(free)} free, and about {duration(plan.seconds or 0.0)}")
     if plan.left_out:
         OUT.print(f"[yellow]{plan.left_out} caches do not fit the store's limit[/yellow]; raise --limit-gb")
-    print_left_out(failed, unread)
+    _print_reasons(failed, unread)
 
 
 def run_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, job: JobOptions, *, as_json: bool) -> None:
@@ -311,13 +311,17 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
             f"{summary['refreshed']} of them prefilled again, because their neighbours changed; "
             f"the others lack at most {summary['stalest']:.0%} of their neighbours"
         )
+    print_left_out(summary)
+
+
+def print_left_out(summary: Mapping[str, Any]) -> None:
+    """Print what a job has not stored, and each reason why files were passed over."""
     if summary["left_out"]:
         print_note(f"{summary['left_out']} caches left out:", "they do not fit the store; raise --limit-gb")
-    print_left_out(summary["failed"], summary["unread"])
+    _print_reasons(summary["failed"], summary["unread"])
 
 
-def print_left_out(failed: Sequence[tuple[str, str]], unread: Unread) -> None:
-    """Print a note for each passage that was not stored, and for each reason why files were passed over."""
+def _print_reasons(failed: Sequence[tuple[str, str]], unread: Unread) -> None:
     not_stored = [f"a passage of {source}: {reason}" for source, reason in failed]
     passed_over = [f"{reason}: {_list(paths)}" for reason, paths in unread.items()]
     for label, reasons in (("not stored:", not_stored), ("passed over:", passed_over)):

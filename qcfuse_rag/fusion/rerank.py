@@ -82,15 +82,15 @@ def question_range(prompt: Prompt) -> tuple[int, int]:
 
     Raises:
         InvalidSetting: if the question has no text.
-        InvalidTemplate: if the question precedes the passages.
+        InvalidTemplate: if the question precedes the passages, or follows them directly.
     """
     start = max((span.stop for span in prompt.chunks), default=len(prompt.prefix_ids))
-    stops = [span.stop for span in prompt.spans if span.segment.role is Role.QUESTION]
-    if not stops:
+    asked = next((span for span in prompt.spans if span.segment.role is Role.QUESTION), None)
+    if asked is None:
         raise InvalidSetting("a question without text orders no passages", "query")
-    if stops[0] <= start:
-        raise InvalidTemplate("this wording has the question before the passages, which cannot be ordered by it then")
-    return start, stops[0]
+    if asked.start <= start:  # its first token follows a row that is computed
+        raise InvalidTemplate("this wording has the question before the passages, or no text between them")
+    return start, asked.stop
 
 
 @torch.inference_mode()
@@ -124,6 +124,7 @@ def rerank_prompts(
             lookups += [lookup for fused in placed for lookup in fused.lookups if lookup.role == Role.CHUNK]
             rows += sum(fused.row_layers for fused in placed) // runner.lm.n_layers + len(placed) * (stop - first)
             nbytes += sum(fused.bytes_loaded for fused in placed)
+            del placed  # before the next ones are loaded
     finally:
         wait_budget.close()
     scores = likelihoods

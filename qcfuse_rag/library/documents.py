@@ -179,6 +179,7 @@ class ServedLibrary(Retriever):
             index.replace(passages, vectors)
             with _writing():
                 index.save(self._folder)
+                self._index = index
                 self._log.keep_only(passage.text for passage in index.passages)
             summary = self._engine.warm(
                 texts,

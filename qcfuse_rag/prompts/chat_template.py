@@ -13,7 +13,7 @@ import json
 import os
 import re
 import resource
-import select
+import selectors
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -299,11 +299,16 @@ def _refuse_endless(trial: Callable[[], None]) -> None:
         finally:
             os._exit(0)  # nothing of the parent's may run at the end
     os.close(writing)
-    with os.fdopen(reading, "rb") as answer:
-        ended = select.select([answer], [], [], 6 * TRIAL_S)[0] and answer.read()
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    ended = b""
+    try:
+        with os.fdopen(reading, "rb") as answer, selectors.DefaultSelector() as waiting:
+            waiting.register(answer, selectors.EVENT_READ)
+            ended = answer.read() if waiting.select(6 * TRIAL_S) else b""
+    finally:
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+        with suppress(ChildProcessError):  # of a program that ignores SIGCHLD
+            os.waitpid(child, 0)
     if not ended:
         raise InvalidTemplate(
             f"the model's chat template takes more than {TRIAL_S} s or {TRIAL_BYTES >> 30} GB for a few words, or does "

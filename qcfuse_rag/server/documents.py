@@ -138,7 +138,10 @@ class Jobs:
 
         changing = asyncio.wrap_future(done)
         changing.add_done_callback(lambda _: self._free.release())
-        threading.Thread(target=work, name="qcfuse-documents", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="qcfuse-documents", daemon=True).start()
+        except RuntimeError as error:  # of a system that has no more threads
+            done.set_exception(error)
         return await asyncio.shield(changing)
 
 

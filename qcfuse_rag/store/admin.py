@@ -117,7 +117,8 @@ def _copy(
                 else:
                     saved_ms = known[address].saved_ms if address in known else None
                     target.put(opened[0], converted, saved_ms=saved_ms)
-                    target.flush()
+                    if target is not source:
+                        target.flush()
                     report.done += 1
                     report.bytes_before += opened[1].nbytes
                     report.bytes_after += converted.nbytes

@@ -101,6 +101,7 @@ def test_what_cannot_be_ordered_is_refused(llama: LanguageModel) -> None:
         engine.rerank("", PASSAGES)
     with pytest.raises(PromptTooLong):
         engine.rerank(QUESTION, [PASSAGES[0], PASSAGES[0] * 100])
-    wording = PromptTemplate(messages=(("user", "{question} {context} Answer:"),))
-    with pytest.raises(InvalidTemplate, match="before the passages"):
-        FusionEngine(llama, MemoryStore(), template=wording, method=REUSE).rerank(QUESTION, PASSAGES)
+    for text in ("{question} {context} Answer:", "{context}{question}"):
+        wording = PromptTemplate(messages=(("user", text),))
+        with pytest.raises(InvalidTemplate, match="before the passages, or no text between"):
+            FusionEngine(llama, MemoryStore(), template=wording, method=REUSE).rerank(QUESTION, PASSAGES)

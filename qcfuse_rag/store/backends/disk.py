@@ -272,7 +272,7 @@ class DiskStore(EntryStore):
                 addresses |= {address for address, _ in self.files.entries()}
                 self.change(DiskQuota.clear_quarantine)
                 return sum(self.change(partial(DiskQuota.remove, address=address)) for address in addresses)
-        except StoreError:
+        except (StoreError, OSError):
             pass  # on a full disk the index cannot be written: remove the files first
         try:
             for path in list(self.files.quarantined_entries()):

@@ -7,7 +7,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -66,6 +67,8 @@ QUARANTINE = "quarantine"
 ANSWER_S, LISTING_S = 20.0, 600.0
 """Most seconds for a whole answer and a whole listing, however slowly it comes; clients' own timeouts are for a packet.
 """
+UPLOAD_BYTES_S = 1 << 20
+"""Slowest upload that is waited for."""
 SECRET_PARAMETER = re.compile("password|secret|token|key|sig", re.IGNORECASE)
 """Names of a URL's parameters that may hold secrets."""
 Result = TypeVar("Result")
@@ -111,7 +114,9 @@ class RemoteStore(EntryStore):
         converted = to_store_format(chunk, self.kv_dtype).with_ttl(self.ttl_s)
         parts = encode(key, converted, cipher=self.cipher)
         ttl_s = None if converted.expires is None else max(converted.expires - time.time(), 0.001)
-        self._ask(lambda: self._blobs.write(_name(key), parts, ttl_s))
+        limit_s = ANSWER_S + sum(map(len, parts)) / UPLOAD_BYTES_S
+        undo = partial(self._blobs.delete, _name(key))  # or a passage that was forgotten meanwhile would come back
+        self._ask(lambda: self._blobs.write(_name(key), parts, ttl_s), limit_s=limit_s, undo=undo)
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
         """Remove an entry and its copy in quarantine; a damaged entry is moved there.
@@ -190,9 +195,11 @@ class RemoteStore(EntryStore):
         return BytesInMemory(data)
 
     def _listed(self, folder: str = "") -> list[tuple[str, int]]:
-        return self._ask(lambda: list(self._blobs.names(folder)), listing=True)
+        return self._ask(lambda: list(self._blobs.names(folder)), limit_s=LISTING_S)
 
-    def _ask(self, request: Callable[[], Result], *, listing: bool = False) -> Result:
+    def _ask(
+        self, request: Callable[[], Result], *, limit_s: float | None = None, undo: Callable[[], object] | None = None
+    ) -> Result:
         """Send a request to the remote, unless requests are paused."""
         with self._lock:
             if time.monotonic() < self._paused_until:
@@ -200,27 +207,36 @@ class RemoteStore(EntryStore):
             if self._failure:  # after the pause, this caller tries again; the others do not wait for it
                 self._paused_until = time.monotonic() + self._pause_s
         try:
-            result = self._within(request, listing=listing)
+            result = self._within(request, limit_s=limit_s, undo=undo)
         except Exception as error:
             raise StoreError(self._describe(error)) from error
         if self._failure:
             self._resume()
         return result
 
-    def _within(self, request: Callable[[], Result], *, listing: bool = False) -> Result:
-        """Send a request in a thread, which is left alone when the time is over."""
-        limit_s, done = LISTING_S if listing else ANSWER_S, Future[Result]()
+    def _within(
+        self, request: Callable[[], Result], *, limit_s: float | None = None, undo: Callable[[], object] | None = None
+    ) -> Result:
+        """Send a request in a thread, left alone when the time is over; `undo` takes back what it does then."""
+        limit_s, done = limit_s or ANSWER_S, Future[Result]()
 
         def work() -> None:
             try:
-                done.set_result(request())
+                result = request()
+                try:
+                    done.set_result(result)
+                except InvalidStateError:  # too late
+                    if undo is not None:
+                        undo()
             except BaseException as error:
-                done.set_exception(error)
+                with suppress(InvalidStateError):
+                    done.set_exception(error)
 
         threading.Thread(target=work, name="qcfuse-remote", daemon=True).start()
         if not wait([done], limit_s).done:
-            self._blobs.close()  # ends the thread's reading; the next request connects again
-            raise TimeoutError(f"no whole answer in {limit_s:g} s")
+            with suppress(InvalidStateError):  # done just now
+                done.set_exception(TimeoutError(f"no whole answer in {limit_s:g} s"))
+                self._blobs.close()  # the next request connects again
         return done.result()
 
     def _describe(self, error: Exception) -> str:

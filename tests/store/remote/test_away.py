@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from typing import Any
 
 import pytest
 import redis
@@ -76,6 +77,32 @@ class TestRemoteThatIsAway:
         found = [store.get(example_key()) for _ in range(10)]
         assert found == [Miss("remote away cannot be reached: no whole answer in 0.3 s")] * 10
         assert time.monotonic() - started < 10
+
+    def test_what_is_written_too_late_does_not_come_back(
+        self, away: type[Away], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It counts as not stored, so nobody would remove it when its document is forgotten."""
+        monkeypatch.setattr("qcfuse_rag.store.backends.remote.ANSWER_S", 0.1)
+        store, written, undone = RemoteStore(FsspecBlobs("away://late/kv")), threading.Event(), threading.Event()
+        write, delete = store._blobs.write, store._blobs.delete
+
+        def late(*arguments: Any) -> None:
+            time.sleep(0.5)
+            write(*arguments)
+            written.set()
+
+        def undo(name: str) -> bool:
+            done = delete(name)
+            undone.set()
+            return done
+
+        monkeypatch.setattr(store._blobs, "write", late)
+        monkeypatch.setattr(store._blobs, "delete", undo)
+        with pytest.raises(StoreError, match=r"no whole answer in 0\."):
+            store.put(example_key(), example_chunk())
+        assert written.wait(10)
+        assert undone.wait(10)
+        assert list(store._blobs.names()) == []
 
     @pytest.mark.parametrize("url", ["unix:///nonexistent/redis.sock", "away://bucket/kv"])
     def test_one_that_was_never_there(self, away: type[Away], url: str) -> None:
