@@ -244,7 +244,7 @@ class FusionEngine:
         )
 
     def _with_turn_starts(self, prompt: Prompt, turn_starts: tuple[str, ...]) -> Prompt:
-        if not (turn_starts and prompt.chunks):  # a text that only looks like a question over passages goes on
+        if not turn_starts:
             return prompt
         if (reasoning := ReasoningFormat.of(self.lm.tokenizer)) is not None:  # which may repeat the prompt
             in_answer = partial(reasoning.in_answer, self.lm.tokenizer, prompt.segments[-1].text)

@@ -81,7 +81,7 @@ class PromptTemplate:
 
 
 ANSWER_LABEL = re.compile(r"\w[\w ]{0,24}:")
-QUESTION_LABEL = re.compile(r"(query|question|q|user|human|input)( \d+)?:(?=.)", re.IGNORECASE)
+QUESTION_LABEL = re.compile(r"(query|question)( \d+)?:(?=.)", re.IGNORECASE)
 
 
 def turn_starts_of(text: str) -> tuple[str, ...]:
