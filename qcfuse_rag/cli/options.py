@@ -126,7 +126,7 @@ class JobOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions(ServerSettings):
-    """Options of `qcfuse serve`: what the server is to do, and the store and the machines to do it with.
+    """Options of `qcfuse serve`: the server's settings, and the store and the machines that it uses.
 
     Attributes:
         prefix_mb: Megabytes of finished requests to keep in memory for conversations that go on.

@@ -7,7 +7,6 @@ import signal
 from dataclasses import fields, replace
 from pathlib import Path
 
-from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, print_line, print_note, status
 from qcfuse_rag.cli.library import open_engine, print_model_note, print_verdict_note, with_settings
 from qcfuse_rag.cli.options import ServeOptions
@@ -87,17 +86,17 @@ def _serve_on_ray(library: Path, config: EngineConfig, options: ServeOptions) ->
     # A plain object: the command line's packages may be missing on the cluster.
     server = ServerSettings(**{field.name: getattr(options, field.name) for field in fields(ServerSettings)})
     # Named here: the cluster may lack the model's folder.
-    server = replace(server, name=server.served_name(config.model or default_model()))
+    server = replace(server, name=server.served_name(config.model))
     run_deployment(EngineDeployment(replica, server, config=config, autoscaling=autoscaling))
     try:
-        _print_address(options, config)
+        _print_address(server, config)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
     finally:
         stop_deployment()
 
 
 def _print_address(server: ServerSettings, config: EngineConfig) -> None:
-    name, host = server.served_name(config.model or default_model()), server.host
+    name, host = server.served_name(config.model), server.host
     access = "with the token" if server.token is not None else "without a token"
     host = f"[{host}]" if ":" in host else host
     page = "" if server.no_playground else f", a page to try it at http://{host}:{server.port}/"

@@ -383,14 +383,14 @@ class FusionEngine:
             question: the question.
             passages: the passages, exactly as they were warmed.
             top_k: number of passages in the order; None for all.
-            retrieved: the retriever's scores of the passages, which count as much; if one is None, the order of the
-                passages counts instead. None for neither.
+            retrieved: the retriever's score of each passage, which counts as much as the likelihood. If any is None,
+                the order of the passages stands in for all. Without it, likelihoods alone order.
             method: whose caches to read; the engine's own by default.
 
         Raises:
             PromptTooLong: if a passage with the question exceeds the context window.
             InvalidSetting: if the question has no text.
-            InvalidTemplate: if the wording has the question before the passages.
+            InvalidTemplate: if the wording has the question before the passages, or no text between them.
         """
         from qcfuse_rag.fusion.rerank import Reranking, rerank_prompts
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +19,14 @@ from qcfuse_rag.errors import InvalidSetting, InvalidTemplate
 from qcfuse_rag.fusion.lookup import Lookups, plan_lookups
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.report import Lookup, describe_misses
-from qcfuse_rag.fusion.state import FusedPrompt
-from qcfuse_rag.prompts.segments import Prompt, Role
+from qcfuse_rag.fusion.state import AdaptedChunk, FusedPrompt
+from qcfuse_rag.prompts.segments import Prompt, Role, Span
 from qcfuse_rag.runtime.forward import forward_batch
 from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.runtime.loading.sources import LateMissError
 from qcfuse_rag.runtime.rows import BatchPlan, RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
+from qcfuse_rag.store.backends.base import Miss
 
 ROWS = 256
 """Most rows of a pass over several passages; more take no less time each, and more memory."""
@@ -147,14 +147,16 @@ def standardized(scores: Sequence[float]) -> Tensor:
 def place_passages(runner: ModelRunner, prompt: Prompt, method: Method, wait_budget: WaitBudget) -> FusedPrompt:
     """Place a prompt's stored passages, and compute those that the store has not; no row behind them is computed."""
     lookups: Lookups | None = None
-    with suppress(TimeoutError):  # nothing is placed then
-        lookups = Lookups(
-            wait_budget.call(lambda: plan_lookups(runner.lm, runner.store, prompt, method, priced=False)), wait_budget
-        )
+    missed: list[tuple[Span, AdaptedChunk | Miss]] = []
+    try:
+        plan = wait_budget.call(lambda: plan_lookups(runner.lm, runner.store, prompt, method, priced=False))
+        lookups = Lookups(plan, wait_budget)
+    except TimeoutError as error:
+        missed = [(span, Miss(f"the store gave {error}")) for span in prompt.chunks]
     while True:
         fused = FusedPrompt.empty(runner, prompt, len(prompt))
         try:
-            fused.load([] if lookups is None else lookups.outcomes(), wait_budget)
+            fused.load(missed if lookups is None else lookups.outcomes(), wait_budget)
             fused.await_all()
             break
         except LateMissError as late:
@@ -164,8 +166,8 @@ def place_passages(runner: ModelRunner, prompt: Prompt, method: Method, wait_bud
             fused.stop()
     absent = (~fused.known[: question_range(prompt)[0]]).nonzero()[:, 0]
     if len(absent):
-        plan = RowsPlan.of(absent, runner.lm.sliding, device=runner.lm.device)
-        runner.prefills.hidden(fused.ids[plan.rows], plan, fused.await_all(), depth=runner.lm.n_layers)
+        rows = RowsPlan.of(absent, runner.lm.sliding, device=runner.lm.device)
+        runner.prefills.hidden(fused.ids[rows.rows], rows, fused.await_all(), depth=runner.lm.n_layers)
         fused.row_layers += len(absent) * runner.lm.n_layers
     return fused
 

@@ -63,7 +63,7 @@ class Adapter(Protocol):
     """Chooses or alters the chunk to place at a position in a prompt."""
 
     def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
-        """Return the chunk to place, given the one that was looked up; or the reason to compute it in full."""
+        """Return the chunk to place instead of the `stored` one, or the reason why its tokens are to be computed."""
         ...
 
 

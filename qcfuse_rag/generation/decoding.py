@@ -355,7 +355,7 @@ class ExactDecoder(Decoder):
 
     @property
     def needs_step(self) -> bool:
-        """Whether the next pass computes the last token's row. A finished draft is verified first."""
+        """Whether the next pass computes the last token's row; it does not while a finished draft is verified."""
         return super().needs_step and not self._draft_is_complete
 
     @property

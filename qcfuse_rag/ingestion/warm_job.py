@@ -39,7 +39,7 @@ class PrefillWorkers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmCounts:
-    """What a warming job does about its chunks; `WarmPlan` and `WarmSummary` say more.
+    """The counts that a job's plan, `WarmPlan`, and its result, `WarmSummary`, share.
 
     Attributes:
         chunks: number of distinct chunks times bases.

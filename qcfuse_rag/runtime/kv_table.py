@@ -1,4 +1,4 @@
-"""A table of the addresses of several requests' keys and values, and the plan of rows that kernels compute by it."""
+"""A table of the addresses of several requests' keys and values, by which kernels find them."""
 
 from __future__ import annotations
 

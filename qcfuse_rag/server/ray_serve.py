@@ -27,7 +27,6 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.applications import Starlette
 
-from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
@@ -116,7 +115,7 @@ class EngineDeployment:
 
     Attributes:
         replica: model, store and resources of each replica; `count` is the number of replicas without autoscaling.
-        server: what the deployment is to do; at most `waiting` requests wait for a replica.
+        server: the settings of the deployment; at most `waiting` requests wait for a replica.
         config: the other options of each replica's engine, such as the wording of prompts.
         method: instead of the config's, see `FusionEngine.load`.
         max_ongoing: most requests at a time in a replica.
@@ -133,7 +132,7 @@ class EngineDeployment:
     @property
     def name(self) -> str:
         """The model's name for clients."""
-        return self.server.served_name(self.replica.model or default_model())
+        return self.server.served_name(self.replica.model)
 
     def application(self) -> serve.Application:
         """Return the application for `serve.run`."""

@@ -1,4 +1,4 @@
-"""What a server is to do, in this process or on Ray; `qcfuse serve` makes its options of it.
+"""The settings of a server in this process or on Ray, which are options of `qcfuse serve` too.
 
 Annotations are evaluated here, so that the command line's dataclass can add options to these.
 """
@@ -12,6 +12,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.sampling_params import Fidelity
 
@@ -23,7 +24,7 @@ ORIGIN = re.compile(r"https?://[^/*\s]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What a server is to do.
+    """The address, the model's name, the limits and the routes of a server.
 
     Attributes:
         name: Name of the model for clients; by default its Hugging Face id, or the name of its folder or file.
@@ -57,11 +58,16 @@ class ServerSettings:
     origins: str | None = None
     token: str | None = field(default=None, repr=False)
 
-    def served_name(self, model: str) -> str:
-        """Return the name of a model, folder or GGUF file for clients; a folder of the hub's cache has the hub's id."""
-        path = Path(model).expanduser()
-        if self.name or not path.exists():
-            return self.name or model
+    def served_name(self, model: str | None) -> str:
+        """Return the name of a model, folder or GGUF file for clients; None is the default model.
+
+        A folder of the hub's cache has the hub's id.
+        """
+        if self.name:
+            return self.name
+        path = Path(name := model or default_model()).expanduser()
+        if not path.exists():
+            return name
         path = path.resolve()
         if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
             return path.parents[1].name.removeprefix("models--").replace("--", "/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, TieredStore, make_method
 from qcfuse_rag.errors import InvalidSetting, InvalidTemplate, PromptTooLong
+from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, PRIMED, ChunkKey
@@ -79,6 +81,29 @@ def test_an_answer_reads_nothing_again_that_reranking_read(llama: LanguageModel,
         report = engine.prefill(engine.prompt(QUESTION, best)).report
         assert all(lookup.hit for lookup in report.lookups)
         assert far.stats()[0].hits == read
+
+
+@pytest.mark.parametrize("method", [REUSE, make_method("auto", guard=False)], ids=["read", "looked up"])
+def test_a_store_that_hangs_is_said_to_have_no_passage(llama: LanguageModel, method: Method) -> None:
+    class Hanging(MemoryStore):
+        hangs = False
+
+        def __contains__(self, key: ChunkKey | str) -> bool:
+            time.sleep(5.0 if self.hangs else 0.0)
+            return super().__contains__(key)
+
+        def get(self, key: ChunkKey) -> ChunkKV | Miss:
+            time.sleep(5.0 if self.hangs else 0.0)
+            return super().get(key)
+
+    store = Hanging()
+    engine = FusionEngine(llama, store, method=method, load_limit_s=0.2)
+    engine.warm(PASSAGES)
+    store.hangs = True
+    found = engine.rerank(QUESTION, PASSAGES)
+    assert found.likelihoods == pytest.approx([reference(engine, text) for text in PASSAGES], abs=1e-4)
+    assert [lookup.hit for lookup in found.lookups] == [False] * len(PASSAGES)
+    assert "passages computed in full" in str(found.fallback)
 
 
 def test_damaged_caches_are_computed_anew(llama: LanguageModel) -> None:

@@ -94,7 +94,7 @@ class ProfileOfModel:
 
     @property
     def profile(self) -> ModelProfile | None:
-        """What the model can do, and how long its inputs may be. A profile that the user gives takes its place.
+        """The model's abilities and limits; the user's own profile if one is given.
 
         `max_input_tokens` leaves room for an answer of `max_tokens` in the context window. LangChain's agents read
         here that answers can follow a schema, and middleware when a conversation is to be summarised.

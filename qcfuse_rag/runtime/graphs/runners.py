@@ -1,7 +1,7 @@
 """Run passes and decode steps, by a recording where one fits, and kernel by kernel otherwise.
 
-Only `compile` records; each recording is compared with what was recorded before it is used. Importing this module needs
-no GPU, and no other module that records.
+Only `compile` records. Before a recording is used, its results are compared with those of the same kernels launched one
+by one. Importing this module needs no GPU, and no other module that records.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GraphT = TypeVar("GraphT")
 
 
 class GraphRunner(ABC, Generic[GraphT]):
-    """What both runners share: recordings by size.
+    """The base of both runners: it records several sizes and keeps the recordings by size.
 
     Args:
         lm: the model.

@@ -1,6 +1,6 @@
-"""What the layer loader loads: chunks that are read block by block, in every format.
+"""Chunks for the layer loader that are read block by block, in every format.
 
-A block is read as its store reads it. `slab_source` sends chunks that lie in one allocation each.
+The store of a block reads it. `slab_source` sends chunks that lie in one allocation each.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class BlockSource:
 
     @property
     def joins_layers(self) -> bool:
-        """Whether several layers may be placed by the same launch.
+        """Whether one launch may place several layers.
 
         Without a placement kernel no launch is saved, and keys are best placed just before they are used. Low-rank
-        blocks grow to full size when they are placed, and there is memory for one layer of those.
+        blocks grow to full size when they are placed, and there is memory for a single layer of those.
         """
         return all(
             self._uses_kernel(loading.chunk.kv_dtype) and side_block(loading.chunk.kv_dtype) != "basis"
