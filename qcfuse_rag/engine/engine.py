@@ -377,7 +377,7 @@ class FusionEngine:
         """Order passages by the likelihood of a question behind each of them; see `fusion.rerank`.
 
         Stored caches are read under the method's base, so an answer over the best passages finds them in memory.
-        Passages that the store has not are computed for this call alone.
+        Passages that the store has not are computed for this call alone. What was reused is logged, at the level INFO.
 
         Args:
             question: the question.
@@ -401,7 +401,9 @@ class FusionEngine:
         prompts = [self.prompts.build(question, [text]) for text in passages]
         for prompt in prompts:
             answer_room(self.lm, prompt, 0)
-        return rerank_prompts(self.runner, prompts, method or self.method, retrieved, top_k)
+        found = rerank_prompts(self.runner, prompts, method or self.method, retrieved, top_k)
+        LOG.info("reranked: %s", found.summary)
+        return found
 
     def predict_rows(self, prompt: Prompt, method: Method | None = None) -> int:
         """Return the rows that a request computes if every passage is stored; the store is not asked."""

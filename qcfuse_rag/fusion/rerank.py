@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,17 +20,18 @@ from qcfuse_rag.errors import InvalidSetting, InvalidTemplate
 from qcfuse_rag.fusion.lookup import Lookups, plan_lookups
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.report import Lookup, describe_misses
-from qcfuse_rag.fusion.state import AdaptedChunk, FusedPrompt
-from qcfuse_rag.prompts.segments import Prompt, Role, Span
+from qcfuse_rag.fusion.state import FusedPrompt
+from qcfuse_rag.prompts.segments import Prompt, Role
 from qcfuse_rag.runtime.forward import forward_batch
 from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.runtime.loading.sources import LateMissError
 from qcfuse_rag.runtime.rows import BatchPlan, RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.backends.base import Miss
 
 ROWS = 256
 """Most rows of a pass over several passages; more take no less time each, and more memory."""
+PASS_BYTES = 1 << 30
+"""Most bytes of keys and values of a pass over several passages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,15 @@ class Reranking:
     def fallback(self) -> str | None:
         """How many passages were computed in full and why; None if all were found."""
         return describe_misses(list(self.lookups))
+
+    @property
+    def summary(self) -> str:
+        """What was reused and computed, in one line."""
+        line = (
+            f"{self.reused} of {len(self.scores)} passages reused, computed {self.rows:,} of {self.prompt_tokens:,} "
+            f"tokens, loaded {self.bytes_loaded / 1e6:,.1f} MB, {self.seconds:.2f} s"
+        )
+        return f"{line}; {self.fallback}" if self.fallback else line
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts as plain data for JSON, without reasons."""
@@ -116,7 +127,8 @@ def rerank_prompts(
     method = Method(method.name, method.base, fallbacks=method.fallbacks)
     likelihoods, lookups, rows, nbytes = list[float](), list[Lookup](), 0, 0
     first, stop = question_range(prompts[0])
-    step = max(1, ROWS // (stop - first))
+    prompt_bytes = max(map(len, prompts)) * runner.lm.kv_bytes_per_token
+    step = max(1, min(ROWS // (stop - first), PASS_BYTES // prompt_bytes))
     try:
         for start in range(0, len(prompts), step):
             placed = [place_passages(runner, prompt, method, wait_budget) for prompt in prompts[start : start + step]]
@@ -146,21 +158,19 @@ def standardized(scores: Sequence[float]) -> Tensor:
 
 def place_passages(runner: ModelRunner, prompt: Prompt, method: Method, wait_budget: WaitBudget) -> FusedPrompt:
     """Place a prompt's stored passages, and compute those that the store has not; no row behind them is computed."""
-    lookups: Lookups | None = None
-    missed: list[tuple[Span, AdaptedChunk | Miss]] = []
+    make_plan = partial(plan_lookups, runner.lm, runner.store, prompt, priced=False)
     try:
-        plan = wait_budget.call(lambda: plan_lookups(runner.lm, runner.store, prompt, method, priced=False))
-        lookups = Lookups(plan, wait_budget)
-    except TimeoutError as error:
-        missed = [(span, Miss(f"the store gave {error}")) for span in prompt.chunks]
+        plan = wait_budget.call(lambda: make_plan(method))
+    except TimeoutError:  # no time is left to read anything either
+        plan = make_plan(replace(method, fallbacks=()))
+    lookups = Lookups(plan, wait_budget)
     while True:
         fused = FusedPrompt.empty(runner, prompt, len(prompt))
         try:
-            fused.load(missed if lookups is None else lookups.outcomes(), wait_budget)
+            fused.load(lookups.outcomes(), wait_budget)
             fused.await_all()
             break
         except LateMissError as late:
-            assert lookups is not None
             lookups.reject(late)
         finally:
             fused.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, TieredStore, make_method
 from qcfuse_rag.errors import InvalidSetting, InvalidTemplate, PromptTooLong
 from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.rerank import question_likelihoods
+from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, PRIMED, ChunkKey
@@ -54,6 +57,25 @@ def test_only_the_questions_rows_are_computed_for_stored_passages(llama: Languag
     assert 2 * found.rows < found.prompt_tokens
     assert found.rows % (20 * len(PASSAGES)) == 0
     assert found.bytes_loaded > 0
+    assert found.summary.startswith(f"60 of 60 passages reused, computed {found.rows:,} of ")
+
+
+@pytest.mark.parametrize(("prompts_of_a_pass", "passes"), [(1, 3), (2, 2), (3, 1)])
+def test_the_bytes_of_a_pass_are_bounded(
+    llama: LanguageModel, monkeypatch: pytest.MonkeyPatch, prompts_of_a_pass: int, passes: int
+) -> None:
+    engine, sizes = FusionEngine(llama, MemoryStore(), method=REUSE), []
+
+    def likelihoods(placed: Sequence[FusedPrompt]) -> list[float]:
+        sizes.append(len(placed))
+        return question_likelihoods(placed)
+
+    expected = engine.rerank(QUESTION, PASSAGES).scores
+    longest = max(len(engine.prompt(QUESTION, [text])) for text in PASSAGES)
+    monkeypatch.setattr("qcfuse_rag.fusion.rerank.question_likelihoods", likelihoods)
+    monkeypatch.setattr("qcfuse_rag.fusion.rerank.PASS_BYTES", prompts_of_a_pass * longest * llama.kv_bytes_per_token)
+    assert engine.rerank(QUESTION, PASSAGES).scores == pytest.approx(expected, abs=1e-4)
+    assert (len(sizes), max(sizes)) == (passes, prompts_of_a_pass)
 
 
 def test_retrieved_scores_count_as_much(llama: LanguageModel) -> None:
