@@ -71,11 +71,13 @@ class Retriever:
         """
         queries = [question] if after is None else [question, f"{after} {question}"]
         vectors = self._embed([query[:QUERY_CHARACTERS] for query in queries])
-        index = self.index
-        found, passages = index.search(vectors, count), index.passages
-        self._log.note(passages[row].text for row, _ in found)
-        if self.index is not index:  # what was just noted may be forgotten
-            with suppress(OSError):
+        while True:
+            index = self.index
+            found, passages = index.search(vectors, count), index.passages
+            self._log.note(passages[row].text for row, _ in found)
+            if self.index is index:
+                break
+            with suppress(OSError):  # what was found and noted may be forgotten
                 self._log.keep_only(passage.text for passage in self.index.passages)
         return [
             RetrievedPassage(passages[row].source, _title(passages, row), passages[row].text, score)
@@ -85,26 +87,27 @@ class Retriever:
     def short_names(self, passages: Iterable[IndexedPassage | RetrievedPassage]) -> list[str]:
         """Return the name of each passage's document for people: without the folder that the library's files share."""
         every = (*self.index.passages, *(passages := list(passages)))  # what was retrieved may be forgotten by now
-        paths = {path for passage in every if (path := PurePath(passage.source)).is_absolute()}
+        sources = {passage.source for passage in every}
+        paths = {path for source in sources if (path := PurePath(source)).is_absolute()}
         shared = os.path.commonpath(path.parent for path in paths) if paths else ""
         return [
             str(path.relative_to(shared)) if (path := PurePath(passage.source)) in paths else passage.source
             for passage in passages
         ]
 
-    def places(self, passages: Iterable[RetrievedPassage]) -> list[str]:
+    def places(self, passages: Sequence[RetrievedPassage]) -> list[str]:
         """Return for people where retrieved passages stand: each document that has one, and its page or heading."""
         copies = self.with_copies(passages)
         names = zip(self.short_names(copies), copies, strict=True)
         return [f"{name} ({copy.title})" if copy.title else name for name, copy in names]
 
-    def with_copies(self, passages: Iterable[RetrievedPassage]) -> list[RetrievedPassage]:
+    def with_copies(self, passages: Sequence[RetrievedPassage]) -> list[RetrievedPassage]:
         """Return each passage once for every document that has it; only the one it was found in has a title."""
-        index = self.index
+        sources = self.index.sources_of([passage.text for passage in passages])
         return [
             replace(passage, source=source, title=passage.title if source == passage.source else None)
-            for passage in passages
-            for source in dict.fromkeys([passage.source, *index.sources_of(passage.text)])
+            for passage, others in zip(passages, sources, strict=True)
+            for source in dict.fromkeys([passage.source, *others])
         ]
 
 

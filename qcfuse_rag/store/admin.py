@@ -173,8 +173,8 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
         before = quota.index.size()
         with quota.index.transact():
             report.leftovers = quota.reclaim()
-            report.lost = quota.remove_lost()
-            report.found, report.damaged = quota.index_new_files()
+        report.lost = quota.remove_lost()
+        report.found, report.damaged = quota.index_new_files()
         report.reclaimed_bytes = max(0, before - quota.index.size())
 
     try:

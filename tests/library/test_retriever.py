@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from qcfuse_rag.library.embedder import Embedder
-from qcfuse_rag.library.index import DEFAULT_EMBEDDER, IndexedPassage, PassageIndex, embedder_source
+from qcfuse_rag.library.index import (
+    DEFAULT_EMBEDDER,
+    IndexedPassage,
+    PassageIndex,
+    RetrievalLog,
+    embedder_source,
+    forget_passages,
+)
 from qcfuse_rag.library.retriever import QUERY_CHARACTERS, Retriever, _title
 
 TEXTS = {
@@ -100,6 +108,46 @@ def test_copies_count_once_and_are_all_named(embed: Embedder, tmp_path: Path) ->
         assert len({" ".join(passage.text.split()) for passage in passages}) == 4
     [best] = found.retrieve(f"# Trips {ferry}", 1)
     assert found.places([best]) == ["copy0.md (Trips)", "copy1.md", "copy2.md", "unix.md"]
+
+
+def test_all_copies_are_found_in_one_pass_over_the_index(found: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
+    passages = found.retrieve("What?", 4)
+    passes = list[int]()
+
+    class Counted(list[IndexedPassage]):
+        def __iter__(self) -> Iterator[IndexedPassage]:
+            passes.append(1)
+            return super().__iter__()
+
+    monkeypatch.setattr(found.index, "passages", Counted(found.index.passages))
+    assert [copy.source for copy in found.with_copies(passages)] == [passage.source for passage in passages]
+    assert found.with_copies([]) == []
+    assert len(passes) == 2
+
+
+@pytest.mark.parametrize("when", ["embedded", "searched", "noted"])
+def test_what_is_forgotten_while_a_question_is_searched_for_is_not_found(
+    found: Retriever, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Nor does the log have it; the next nearest passages take its place."""
+    owner, name = {
+        "embedded": (found, "_embed"),
+        "searched": (PassageIndex, "search"),
+        "noted": (RetrievalLog, "note"),
+    }[when]
+    original, folder = getattr(owner, name), tmp_path / "passages"
+
+    def forget_and_go_on(*arguments: object) -> object:
+        result = original(*arguments)
+        forget_passages(folder, "harbour.md")
+        return result
+
+    assert found.retrieve(REMOTE, 1)[0].source == "harbour.md"
+    monkeypatch.setattr(owner, name, forget_and_go_on)
+    passages = found.retrieve(REMOTE, 3)
+    assert {passage.source for passage in passages} == TEXTS.keys() - {"harbour.md"}
+    noted = RetrievalLog(folder).counts([TEXTS["harbour.md"], passages[0].text])
+    assert (noted[0], noted[1] > 0) == (0, True)
 
 
 def test_a_title_is_the_last_heading_up_to_the_passage_in_its_document() -> None:

@@ -363,26 +363,32 @@ class DiskQuota:
             self._evict_for(0)
 
     def remove_lost(self) -> int:
-        """Remove the rows whose files are gone, within a transaction; return how many."""
+        """Remove the rows whose files are gone; return how many. Writers wait for one row at a time."""
         count = 0
         for name, _, _, tag in self.index.rows(ENTRY, PINNED, QUARANTINE):
-            if file_size(self._files.quarantined / name if tag == QUARANTINE else self._files.path(name)) is None:
-                count += self.index.delete(name)
+            path = self._files.quarantined / name if tag == QUARANTINE else self._files.path(name)
+            if file_size(path) is None:
+                with self.index.transact():
+                    count += file_size(path) is None and self.index.delete(name)
         return count
 
     def index_new_files(self) -> tuple[int, list[tuple[str, str]]]:
-        """Add every file without a row, within a transaction; return their number, and address and damage of others."""
+        """Add every file without a row; return their number, and address and damage of others.
+
+        Writers wait for one file at a time, and may add or remove it before that.
+        """
         found, damaged = 0, []
         indexed = {name for name, *_ in self.index.rows(ENTRY, PINNED, QUARANTINE)}
         for address in [address for address, _ in self._files.entries() if address not in indexed]:
-            damage = self._index_file(address)
-            if damage is None:
-                found += 1
-            else:
-                damaged.append((address, damage))
-        for path in list(self._files.quarantined_entries()):
-            if path.name not in indexed and self.index.get(path.name) is None:
-                self._index_quarantined(path, "")
+            with self.index.transact():
+                if self.index.get(address) is None and self._files.size(address) is not None:
+                    damage = self._index_file(address)
+                    found += damage is None
+                    damaged += [] if damage is None else [(address, damage)]
+        for path in [path for path in self._files.quarantined_entries() if path.name not in indexed]:
+            with self.index.transact():
+                if self.index.get(path.name) is None and path.exists():
+                    self._index_quarantined(path, "")
         return found, damaged
 
     def pin(self, address: str, *, pinned: bool) -> bool:

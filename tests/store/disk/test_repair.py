@@ -59,6 +59,36 @@ def test_damage_is_found_and_goes_into_quarantine(store: DiskStore, position: in
     assert fsck(store).clean
 
 
+def test_writers_do_not_wait_while_files_are_listed_and_compared(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they add or remove meanwhile is neither found nor lost; what is wrong is still mended."""
+    store.quota.index.delete(example_key(0).address)
+    file_of(store, 1).unlink()
+    file_size, entries = index.file_size, store.files.entries
+
+    def size_while_others_write(path: Path) -> int | None:
+        monkeypatch.setattr(index, "file_size", file_size)
+        put(other, 3)
+        other.discard(example_key(2))
+        return file_size(path)
+
+    def list_while_others_write() -> list[tuple[str, Path]]:
+        monkeypatch.setattr(store.files, "entries", entries)
+        put(other, 4, 5)
+        listed = list(entries())
+        other.discard(example_key(5))
+        return listed
+
+    monkeypatch.setattr(index, "file_size", size_while_others_write)
+    monkeypatch.setattr(store.files, "entries", list_while_others_write)
+    with DiskStore(store.folder) as other:
+        report = fsck(store)
+    assert (report.found, report.lost, report.damaged) == (1, 1, [])
+    assert present(store, 6) == [True, False, False, True, True, False]
+    assert fsck(store) == CheckReport(checked=3, sound=3)
+
+
 def test_files_the_index_does_not_know_are_taken_up_unless_they_are_damaged(store: DiskStore) -> None:
     before = store.stats()
     for number in (0, 1):
