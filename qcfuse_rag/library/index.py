@@ -102,18 +102,16 @@ class PassageIndex:
             rows.setdefault(" ".join(self.passages[row].text.split()), int(row))
         return [(row, float(similarity[row])) for row in rows.values()]
 
-    def sources_of(self, texts: Sequence[str]) -> list[list[str]]:
+    def sources_of(self, texts: Iterable[str]) -> dict[str, list[str]]:
         """Return for each text the sources of all passages that differ from it in nothing but whitespace."""
         words = {text: text.split() for text in texts}
         rows = {passage.text: row for row, passage in enumerate(self.passages) if passage.text in words}
         found: dict[str, list[str]] = {text: [] for text in words}
-        if rows:
-            similarity = self.embeddings @ self.embeddings[[*rows.values()]].T
-            for row, column in np.argwhere(similarity > ALMOST_EQUAL):
-                text, passage = [*rows][column], self.passages[row]
-                if passage.text.split() == words[text] and passage.source not in found[text]:
-                    found[text].append(passage.source)
-        return [found[text] for text in texts]
+        for row, column in np.argwhere(self.embeddings @ self.embeddings[[*rows.values()]].T > ALMOST_EQUAL):
+            text, passage = [*rows][column], self.passages[row]
+            if passage.text.split() == words[text]:
+                found[text].append(passage.source)
+        return found
 
     def save(self, folder: Path) -> None:
         """Write to a folder, readable by its owner only; readers see the old index or the new one, whole.

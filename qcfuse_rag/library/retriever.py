@@ -87,8 +87,7 @@ class Retriever:
     def short_names(self, passages: Iterable[IndexedPassage | RetrievedPassage]) -> list[str]:
         """Return the name of each passage's document for people: without the folder that the library's files share."""
         every = (*self.index.passages, *(passages := list(passages)))  # what was retrieved may be forgotten by now
-        sources = {passage.source for passage in every}
-        paths = {path for source in sources if (path := PurePath(source)).is_absolute()}
+        paths = {path for source in {p.source for p in every} if (path := PurePath(source)).is_absolute()}
         shared = os.path.commonpath(path.parent for path in paths) if paths else ""
         return [
             str(path.relative_to(shared)) if (path := PurePath(passage.source)) in paths else passage.source
@@ -96,18 +95,17 @@ class Retriever:
         ]
 
     def places(self, passages: Sequence[RetrievedPassage]) -> list[str]:
-        """Return for people where retrieved passages stand: each document that has one, and its page or heading."""
-        copies = self.with_copies(passages)
-        names = zip(self.short_names(copies), copies, strict=True)
-        return [f"{name} ({copy.title})" if copy.title else name for name, copy in names]
+        """Return for people where retrieved passages stand: the document, and its page or heading."""
+        names = zip(self.short_names(passages), passages, strict=True)
+        return [f"{name} ({passage.title})" if passage.title else name for name, passage in names]
 
     def with_copies(self, passages: Sequence[RetrievedPassage]) -> list[RetrievedPassage]:
         """Return each passage once for every document that has it; only the one it was found in has a title."""
-        sources = self.index.sources_of([passage.text for passage in passages])
+        sources = self.index.sources_of(passage.text for passage in passages)
         return [
             replace(passage, source=source, title=passage.title if source == passage.source else None)
-            for passage, others in zip(passages, sources, strict=True)
-            for source in dict.fromkeys([passage.source, *others])
+            for passage in passages
+            for source in dict.fromkeys([passage.source, *sources[passage.text]])
         ]
 
 

@@ -93,7 +93,7 @@ class LibrarySession:
         stream = self.engine.stream(prompt, text.sampling(params, tokenizer))
         reader = ResponseReader(tokenizer, text, prompt)
         names, documents = self.retriever.short_names(passages), self.retriever.with_copies(passages)
-        return LibraryAnswer(passages, documents, names, self.retriever.places(passages), prompt, stream, reader)
+        return LibraryAnswer(passages, documents, names, self.retriever.places(documents), prompt, stream, reader)
 
     def write_page(self, answer: LibraryAnswer, path: Path) -> None:
         """Wait for an answer and write the page that explains it; only its owner can read the page."""

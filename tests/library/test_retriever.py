@@ -107,7 +107,7 @@ def test_copies_count_once_and_are_all_named(embed: Embedder, tmp_path: Path) ->
         passages = found.retrieve("How long does the ferry take, and the mill?", 4, after=after)
         assert len({" ".join(passage.text.split()) for passage in passages}) == 4
     [best] = found.retrieve(f"# Trips {ferry}", 1)
-    assert found.places([best]) == ["copy0.md (Trips)", "copy1.md", "copy2.md", "unix.md"]
+    assert found.places(found.with_copies([best])) == ["copy0.md (Trips)", "copy1.md", "copy2.md", "unix.md"]
 
 
 def test_all_copies_are_found_in_one_pass_over_the_index(found: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:

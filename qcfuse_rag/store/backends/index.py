@@ -363,7 +363,7 @@ class DiskQuota:
             self._evict_for(0)
 
     def remove_lost(self) -> int:
-        """Remove the rows whose files are gone; return how many. Writers wait for one row at a time."""
+        """Remove the rows whose files are gone, each in a transaction of its own; return how many."""
         count = 0
         for name, _, _, tag in self.index.rows(ENTRY, PINNED, QUARANTINE):
             path = self._files.quarantined / name if tag == QUARANTINE else self._files.path(name)
@@ -373,10 +373,7 @@ class DiskQuota:
         return count
 
     def index_new_files(self) -> tuple[int, list[tuple[str, str]]]:
-        """Add every file without a row; return their number, and address and damage of others.
-
-        Writers wait for one file at a time, and may add or remove it before that.
-        """
+        """Add every file without a row, as `remove_lost`; return their number, and address and damage of others."""
         found, damaged = 0, []
         indexed = {name for name, *_ in self.index.rows(ENTRY, PINNED, QUARANTINE)}
         for address in [address for address, _ in self._files.entries() if address not in indexed]:
