@@ -50,6 +50,10 @@ class Backend(Protocol):
     def name(self) -> str:
         """The model's name for clients."""
 
+    @property
+    def engine(self) -> FusionEngine | None:
+        """The engine; None if there is none in this process."""
+
     def ready(self) -> str | None:
         """Return None if the backend can answer, else the reason why not."""
 
@@ -109,6 +113,11 @@ class EngineBackend:
         self._max_requests, self._running = max_requests, 0
         self._library, self._retrieve, self._idle_warming = library, retrieve, idle_warming
         self._preparers = ThreadPoolExecutor(MAX_PREPARING, thread_name_prefix="qcfuse-prepare")
+
+    @property
+    def engine(self) -> FusionEngine:
+        """The engine, for what needs no scheduler."""
+        return self._handle.engine
 
     def ready(self) -> str | None:
         """Return why no request can be answered, or None. Store errors do not count: see `qcfuse store`."""
