@@ -7,6 +7,8 @@ import os
 import re
 import runpy
 import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,10 @@ from qcfuse_rag import METHODS
 from qcfuse_rag import bundled as assets
 
 ROOT = Path(__file__).parent.parent
+PROJECTS = [ROOT, ROOT / "integrations" / "llama-index-llms-qcfuse", ROOT / "integrations" / "langchain-qcfuse"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += [*sorted((ROOT / "integrations").glob("*/README.md")), ROOT / "notebooks" / "README.md"]
+PAGES += sorted((ROOT / "integrations").glob("*/CHANGELOG.md")) + sorted((ROOT / "integrations").glob("*/docs/*.mdx"))
 PAGES += sorted((ROOT / "benchmarks").rglob("*.md"))
 
 
@@ -77,6 +81,46 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["langchain-qcfuse/docs/qcfuse.mdx", "llama-index-llms-qcfuse/docs/qcfuse.ipynb"])
+def test_the_pages_for_the_frameworks_sites_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loaded_once: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "integrations" / page).read_text("utf-8")
+    if page.endswith(".mdx"):
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    else:
+        blocks = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(re.sub(r"^%pip .*", "", block), names)
+    assert "Quick Mercy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.name)
+def test_links_of_a_published_readme_lead_to_the_repository(project: Path) -> None:
+    settings = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))
+    text = (project / "README.md").read_text("utf-8")
+    for rule in settings["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(rule["pattern"], rule["replacement"], text)
+    home, places = settings["project"]["urls"]["Homepage"], re.compile(r"/(?:blob|raw)/main/(.+)")
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("#")]
+    assert links
+    for link in links:
+        found = places.fullmatch(link.removeprefix(home).partition("#")[0])
+        assert found, link
+        assert (ROOT / found[1]).exists(), link
+
+
+def test_every_class_for_llama_index_is_named_for_its_hub() -> None:
+    settings = tomllib.loads((PROJECTS[1] / "pyproject.toml").read_text("utf-8"))
+    package = import_module(settings["tool"]["llamahub"]["import_path"])
+    classes = {name for name in package.__all__ if isinstance(getattr(package, name), type)} - {"FusionEndEvent"}
+    assert settings["tool"]["llamahub"]["class_authors"].keys() == classes
 
 
 def test_the_readmes_commands_are_targets_of_the_makefile() -> None:
