@@ -72,7 +72,8 @@ def print_answer(answer: LibraryAnswer) -> str:
     OUT.print()
     generation = answer.stream.result()
     sources = f"sources: {', '.join(answer.sources) or 'none'}"
-    for line in (sources, summary_line(generation.report), *healing_line(generation)):
+    reranked = [] if answer.reranking is None else [f"reranked: {answer.reranking.summary}"]
+    for line in (sources, *reranked, summary_line(generation.report), *healing_line(generation)):
         ERR.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
     return answer.response.content
 

@@ -62,7 +62,7 @@ def open_session(library: Path, config: EngineConfig, options: AskOptions) -> It
         retriever = Retriever(index_folder(library, store), embedder)
         engine = open_engine(store, config, settings)
         print_verdict_note(engine)
-        yield LibrarySession(engine, retriever, options.top_k, options.fidelity)
+        yield LibrarySession(engine, retriever, options.top_k, options.rerank, options.fidelity)
 
 
 def print_model_note(config: EngineConfig) -> None:

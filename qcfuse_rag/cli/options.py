@@ -68,10 +68,12 @@ class AskOptions:
 
     Attributes:
         top_k: Number of passages to retrieve.
+        rerank: Retrieve four times as many passages, and let the model choose by their caches; experimental.
     """
 
     embedder: EmbedderName = None
     top_k: Annotated[int, Ge(0)] = 6
+    rerank: bool = False
     fidelity: FidelityOption = "fast"
     tenant: Tenant = None
 

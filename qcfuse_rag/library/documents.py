@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import Closed, QCFuseError, StoreError
+from qcfuse_rag.fusion.rerank import Reranking
 from qcfuse_rag.ingestion.warm_job import Progress
 from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, forget_passages
 from qcfuse_rag.library.readers import TextSplitting, is_markdown
@@ -81,6 +82,7 @@ class ServedLibrary(Retriever):
         folder: of the passage index.
         engine: warms and forgets caches.
         count: number of passages to retrieve for a question.
+        rerank: whether the engine orders several times as many.
         embedder: name of the embedding model that the index was made with.
         editable: whether clients may add and remove documents.
         changing: returns a context in which no other job changes the library; raises `Busy` if another job does.
@@ -96,6 +98,7 @@ class ServedLibrary(Retriever):
         engine: FusionEngine,
         *,
         count: int = 6,
+        rerank: bool = False,
         embedder: str = DEFAULT_EMBEDDER,
         editable: bool = True,
         changing: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -103,15 +106,14 @@ class ServedLibrary(Retriever):
         super().__init__(folder, embedder)
         self.editable = editable
         self._folder, self._engine, self._count = folder, engine, count
+        self._reranker = engine if rerank else None
         self._changing, self._closed = changing, threading.Event()
         self.forget_listeners: list[Callable[[str], int | None]] = []
         self._splitting = TextSplitting(engine.lm.tokenizer, PASSAGE_TOKENS) if editable else None
-        self._retrieving = threading.Lock()  # tokenizers cannot be used by two threads at once
 
-    def retrieve_for(self, question: str, after: str | None) -> list[RetrievedPassage]:
-        """Return the passages nearest to a question after an earlier one, if there is one; best first."""
-        with self._retrieving:
-            return self.retrieve(question, self._count, after=after)
+    def retrieve_for(self, question: str, after: str | None) -> tuple[list[RetrievedPassage], Reranking | None]:
+        """Return the best passages for a question after an earlier one, if there is one; see `retrieve_reranked`."""
+        return self.retrieve_reranked(self._reranker, question, self._count, after=after)
 
     def embed(self, texts: Sequence[str], stopped: Callable[[], bool]) -> tuple[NDArray[np.float32], int]:
         """Embed texts for a client; questions of others are retrieved for in between.
@@ -125,7 +127,7 @@ class ServedLibrary(Retriever):
             if stopped():
                 break
             batch = [text[:QUERY_CHARACTERS] for text in texts[start : start + EMBEDDED_AT_ONCE]]
-            with self._retrieving:
+            with self._embedding:
                 vectors.append(self._embed(batch))
                 tokens += self._embed.count_tokens(batch)
             time.sleep(0.001)  # or this thread would have the lock again before another one wakes up

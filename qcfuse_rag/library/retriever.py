@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import DEFAULT_EMBEDDER, IndexedPassage, PassageIndex, RetrievalLog, embedder_source
+
+if TYPE_CHECKING:
+    from qcfuse_rag.engine.engine import FusionEngine
+    from qcfuse_rag.fusion.rerank import Reranking
 
 HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]++(?=[^\n]*[^ \t\r#\n])([^\n]+)", re.MULTILINE)
 """Matches a Markdown heading, with spaces and signs at its end."""
@@ -20,6 +26,12 @@ TITLE_PASSAGES = 256
 
 QUERY_CHARACTERS = 20_000
 """Characters of a question that are embedded; embedding models read some 500 tokens, but tokenise the whole text."""
+
+CANDIDATES, MOST_CANDIDATES = 4, 64
+"""Passages that are reranked for each that is wanted, and at most, unless more are wanted."""
+
+RERANKED_CHARACTERS = 1000
+"""Characters at the end of a question by which passages are reranked: all of them are computed for each passage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,7 @@ class Retriever:
         self._folder, self._index = folder, PassageIndex.load(folder, embedder)
         self._log = RetrievalLog(folder)
         self._embed = Embedder(embedder_source(embedder))
+        self._embedding = threading.Lock()  # tokenizers cannot be used by two threads at once
 
     @property
     def index(self) -> PassageIndex:
@@ -69,11 +82,29 @@ class Retriever:
         A follow-up such as "and for how long?" may not say what it is about. So the search uses both the question and
         the question after the earlier one, `after`; a passage counts by the nearer of the two.
         """
+        return self.retrieve_reranked(None, question, count, after=after)[0]
+
+    def retrieve_reranked(
+        self, engine: FusionEngine | None, question: str, count: int, *, after: str | None = None
+    ) -> tuple[list[RetrievedPassage], Reranking | None]:
+        """Return the best of several times as many nearest passages, by `FusionEngine.rerank`, and what that reused.
+
+        Without an engine, or without words in the question, they are the nearest. A question after an earlier one is
+        reranked by behind that one.
+        """
         queries = [question] if after is None else [question, f"{after} {question}"]
-        vectors = self._embed([query[:QUERY_CHARACTERS] for query in queries])
+        with self._embedding:
+            vectors = self._embed([query[:QUERY_CHARACTERS] for query in queries])
+        engine = engine if question.strip() else None
+        fetched = count if engine is None else max(count, min(CANDIDATES * count, MOST_CANDIDATES))
+        reranking: Reranking | None = None
         while True:
             index = self.index
-            found, passages = index.search(vectors, count), index.passages
+            found, passages = index.search(vectors, fetched), index.passages
+            if engine is not None:
+                texts, scores = [passages[row].text for row, _ in found], [score for _, score in found]
+                reranking = engine.rerank(queries[-1][-RERANKED_CHARACTERS:], texts, count, retrieved=scores)
+                found = [found[place] for place in reranking.order]
             self._log.note(passages[row].text for row, _ in found)
             if self.index is index:
                 break
@@ -82,7 +113,7 @@ class Retriever:
         return [
             RetrievedPassage(passages[row].source, _title(passages, row), passages[row].text, score)
             for row, score in found
-        ]
+        ], reranking
 
     def short_names(self, passages: Iterable[IndexedPassage | RetrievedPassage]) -> list[str]:
         """Return the name of each passage's document for people: without the folder that the library's files share."""

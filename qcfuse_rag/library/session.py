@@ -11,6 +11,7 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.pipeline import answer_room
+from qcfuse_rag.fusion.rerank import Reranking
 from qcfuse_rag.generation.decoding import Generation, TextStream
 from qcfuse_rag.generation.response_format import Delta, ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
@@ -25,7 +26,7 @@ from qcfuse_rag.prompts.template import Message
 class LibraryAnswer:
     """An answer over a library: the retrieved passages, best first, with short names, and the stream of its text.
 
-    `documents` has each passage once for every document that has it.
+    `documents` has each passage once for every document that has it; `reranking` is None if nothing was reranked.
     """
 
     passages: list[RetrievedPassage]
@@ -35,6 +36,7 @@ class LibraryAnswer:
     prompt: Prompt
     stream: TextStream
     reader: ResponseReader
+    reranking: Reranking | None
 
     def pieces(self) -> Iterator[Delta]:
         """Yield the answer's reasoning and text as they are written; only once."""
@@ -64,17 +66,19 @@ class LibraryAnswer:
             "finish_reason": generation.finish_reason,
             "decode_s": generation.decode_s,
             "healing": None if generation.healing is None else asdict(generation.healing),
+            "reranking": None if self.reranking is None else self.reranking.to_dict(),
             "report": generation.report.to_dict(),
         }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LibrarySession:
-    """An open library that answers questions; `count` passages are retrieved for each."""
+    """An open library that answers questions; `count` passages are retrieved for each, or chosen by `rerank`."""
 
     engine: FusionEngine
     retriever: Retriever
     count: int = 6
+    rerank: bool = False
     fidelity: Fidelity = "fast"
 
     def answer(self, question: str, *, history: Sequence[Message] = (), max_new_tokens: int) -> LibraryAnswer:
@@ -84,7 +88,9 @@ class LibrarySession:
             PromptTooLong: if passages exceed the model's context window, or do with history and the whole answer.
         """
         asked = [text for role, text in history if role == "user"]
-        passages = self.retriever.retrieve(question, self.count, after=asked[-1] if asked else None)
+        passages, reranking = self.retriever.retrieve_reranked(
+            self.engine if self.rerank else None, question, self.count, after=asked[-1] if asked else None
+        )
         prompt = self.engine.prompt(question, [passage.text for passage in passages], history)
         if history and answer_room(self.engine.lm, prompt, max_new_tokens) < max_new_tokens:
             raise PromptTooLong(f"the earlier turns leave no room for an answer of {max_new_tokens:,} tokens")
@@ -93,7 +99,8 @@ class LibrarySession:
         stream = self.engine.stream(prompt, text.sampling(params, tokenizer))
         reader = ResponseReader(tokenizer, text, prompt)
         names, documents = self.retriever.short_names(passages), self.retriever.with_copies(passages)
-        return LibraryAnswer(passages, documents, names, self.retriever.places(documents), prompt, stream, reader)
+        places = self.retriever.places(documents)
+        return LibraryAnswer(passages, documents, names, places, prompt, stream, reader, reranking)
 
     def write_page(self, answer: LibraryAnswer, path: Path) -> None:
         """Wait for an answer and write the page that explains it; only its owner can read the page."""

@@ -16,6 +16,7 @@ from qcfuse_rag.engine.scheduler import AnswerRequest, EngineHandle, RequestHand
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.report import WINDOW_ENDS, FusionReport, describe_limit
+from qcfuse_rag.fusion.rerank import Reranking
 from qcfuse_rag.generation.decoding import Generation
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
@@ -69,6 +70,7 @@ class Preparation:
         texts: the passages; None to find them in the messages.
         sources: one for each text.
         retrieved: what the server retrieved, for the client; None if it did not.
+        reranking: how it chose that from more; None if it did not.
         origins: the document of each retrieved text, for an explanation.
         response_format: of the answers; None if they are text as it was decoded.
         generation: see `IdleWarming.add`.
@@ -77,6 +79,7 @@ class Preparation:
     texts: list[str] | None = None
     sources: list[str] = field(default_factory=list)
     retrieved: list[dict[str, Any]] | None = None
+    reranking: Reranking | None = None
     origins: dict[str, PassageOrigin] = field(default_factory=dict)
     response_format: ResponseFormat | None = None
     generation: int | None = None
@@ -206,10 +209,11 @@ class EngineBackend:
             unknown = _unknown_passages(request, first.prompt, report, passages)
             # In a thread, because a long prompt may have thousands of parts.
             self._idle_warming.add(await asyncio.to_thread(list, unknown), passages.generation)
+        reranking = {} if passages.reranking is None else {"reranking": passages.reranking.to_dict()}
         return replace(
             last,
             usage=total_usage(generations, request.answer_count),
-            report={**report.to_dict(), "verified_upto": generations[0].verified_upto},
+            report={**report.to_dict(), "verified_upto": generations[0].verified_upto, **reranking},
             explanation=await self._explain(first, report, passages) if request.explain else None,
         )
 
@@ -246,7 +250,7 @@ class EngineBackend:
             raise QCFuseError(
                 "this server does not retrieve: send passages in `documents`, or serve a library, without Ray"
             )
-        found = self._library.retrieve_for(*request.questions)
+        found, passages.reranking = self._library.retrieve_for(*request.questions)
         passages.texts = [passage.text for passage in found]
         passages.sources = [passage.source for passage in found]
         passages.retrieved = [

@@ -147,6 +147,7 @@ def _served_library(engine: FusionEngine, folder: Path, settings: ServerSettings
         index_folder(library),
         engine,
         count=settings.top_k,
+        rerank=settings.rerank,
         embedder=embedder_name(settings.embedder),
         editable=settings.editable,
         changing=partial(job_lock, library),

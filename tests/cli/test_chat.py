@@ -49,6 +49,12 @@ def test_each_answer_names_its_sources_and_the_model_is_loaded_once(say, monkeyp
     assert len(out.splitlines()) >= 2
 
 
+def test_each_answer_says_what_reranking_reused(say) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = say("Who keeps the paint?", "And when?", options=("--max-new-tokens", 3, "--rerank"))
+    assert code == 0
+    assert len(re.findall(r"reranked: (\d+) of \1 passages reused", err)) == 2
+
+
 def test_explain_writes_the_page_of_the_last_answer_and_names_it(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     page = tmp_path / "last page.html"
     page.touch(mode=0o644)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from qcfuse_rag.fusion.rerank import Reranking
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import (
     DEFAULT_EMBEDDER,
@@ -16,7 +18,7 @@ from qcfuse_rag.library.index import (
     embedder_source,
     forget_passages,
 )
-from qcfuse_rag.library.retriever import QUERY_CHARACTERS, Retriever, _title
+from qcfuse_rag.library.retriever import QUERY_CHARACTERS, RERANKED_CHARACTERS, Retriever, _title
 
 TEXTS = {
     "harbour.md": "A remote that does not answer is not asked again for 30 seconds.",
@@ -123,6 +125,56 @@ def test_all_copies_are_found_in_one_pass_over_the_index(found: Retriever, monke
     assert [copy.source for copy in found.with_copies(passages)] == [passage.source for passage in passages]
     assert found.with_copies([]) == []
     assert len(passes) == 2
+
+
+@dataclass
+class FixedReranker:
+    """Stands in for an engine: the last passage is best."""
+
+    asked: list[tuple[str, Sequence[str], Sequence[float]]] = field(default_factory=list)
+    forgets: Callable[[], object] = lambda: None
+
+    def rerank(self, question: str, texts: Sequence[str], count: int, *, retrieved: Sequence[float]) -> Reranking:
+        self.asked.append((question, texts, retrieved))
+        self.forgets()
+        return Reranking(scores=tuple(range(len(texts))), order=tuple(reversed(range(len(texts))))[:count])
+
+
+@pytest.mark.parametrize(("count", "fetched"), [(0, 0), (1, 4), (2, 4)])
+def test_more_passages_than_wanted_are_reranked(found: Retriever, count: int, fetched: int) -> None:
+    nearest, engine = found.retrieve(REMOTE, fetched), FixedReranker()
+    passages, reranking = found.retrieve_reranked(engine, REMOTE, count)  # type: ignore[arg-type]
+    assert passages == nearest[::-1][:count]
+    assert engine.asked == [(REMOTE, [one.text for one in nearest], [one.score for one in nearest])]
+    assert reranking is not None
+
+
+def test_the_log_has_only_the_best(found: Retriever, tmp_path: Path) -> None:
+    found.retrieve_reranked(FixedReranker(), REMOTE, 1)  # type: ignore[arg-type]
+    assert sorted(RetrievalLog(tmp_path / "passages").counts(TEXTS.values())) == [0, 0, 0, 1]
+
+
+def test_passages_are_reranked_by_the_end_of_a_question_behind_the_earlier_one(found: Retriever) -> None:
+    engine = FixedReranker()
+    for question in ("And why?", "Why? " * 400, " "):
+        found.retrieve_reranked(engine, question, 1, after=REMOTE)  # type: ignore[arg-type]
+    follow_up, long = (question for question, _, _ in engine.asked)
+    assert follow_up == f"{REMOTE} And why?"
+    assert long == ("Why? " * 400)[-RERANKED_CHARACTERS:]
+
+
+def test_as_many_as_are_wanted_are_reranked_at_least(found: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qcfuse_rag.library.retriever.MOST_CANDIDATES", 2)
+    for count, expected in ((1, 2), (3, 3)):
+        engine = FixedReranker()
+        found.retrieve_reranked(engine, REMOTE, count)  # type: ignore[arg-type]
+        assert len(engine.asked[0][1]) == expected
+
+
+def test_what_is_forgotten_while_passages_are_reranked_is_not_found(found: Retriever, tmp_path: Path) -> None:
+    engine = FixedReranker(forgets=lambda: forget_passages(tmp_path / "passages", "harbour.md"))
+    passages, _ = found.retrieve_reranked(engine, REMOTE, 4)  # type: ignore[arg-type]
+    assert {passage.source for passage in passages} == TEXTS.keys() - {"harbour.md"}
 
 
 @pytest.mark.parametrize("when", ["embedded", "searched", "noted"])
