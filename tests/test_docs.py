@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import json
 import os
 import re
@@ -149,4 +151,6 @@ def test_notebooks_run_and_carry_their_outputs(
     assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
     names: dict[str, object] = {}
     for cell in cells:
-        exec("".join(cell["source"]), names)
+        code = compile("".join(cell["source"]), notebook.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if asyncio.iscoroutine(cell_with_await := eval(code, names)):
+            asyncio.run(cell_with_await)
