@@ -46,6 +46,7 @@ from qcfuse_rag.cli.options import (
     WordedModel,
     expand_options,
 )
+from qcfuse_rag.cli.running import ask_server
 from qcfuse_rag.cli.store import store_app
 from qcfuse_rag.declared_options import declared_options
 from qcfuse_rag.engine.config import EngineConfig
@@ -177,9 +178,15 @@ def ask(
     explain: Annotated[Path | None, typer.Option(help="HTML page to write, which shows the recomputed tokens.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Answer a question over warmed documents and report which tokens were reused."""
+    """Answer a question over warmed documents and report which tokens were reused.
+
+    A running `qcfuse serve` of the library answers, unless an option names a model, a method or a retrieval.
+    """
     if not documents:
         _require_library(store)
+        shared = config == EngineConfig() and options == AskOptions(fidelity=options.fidelity) and explain is None
+        if shared and not as_json and ask_server(question, store, options, max_new_tokens=max_new_tokens):
+            return
     _code("ask").ask_library(
         question,
         store,

@@ -8,13 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from qcfuse_rag.cli.console import ERR, OUT, error_text, print_json, print_line, print_note, shows_tracebacks, size
+from qcfuse_rag.cli.console import ERR, error_text, print_json, print_line, print_note, shows_tracebacks
 from qcfuse_rag.cli.library import open_session
 from qcfuse_rag.cli.options import AskOptions, CorpusOptions, JobOptions
+from qcfuse_rag.cli.running import print_details, print_pieces, sources_line, summary_line
 from qcfuse_rag.cli.warm import print_left_out, run_job
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
-from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decoding import Generation
 from qcfuse_rag.library.jobs import JobRecord
 from qcfuse_rag.library.session import LibraryAnswer, LibrarySession
@@ -59,22 +59,11 @@ def print_answer(answer: LibraryAnswer) -> str:
 
     Reasoning, sources and counts go to standard error.
     """
-    reasons = False
-    for piece in answer.pieces():
-        if piece.reasoning:
-            ERR.print(piece.reasoning, end="", style="dim", highlight=False, markup=False, soft_wrap=True)
-            reasons = True
-        if piece.text:
-            if reasons:
-                ERR.print("\n")
-                reasons = False
-            OUT.print(piece.text, end="", highlight=False, markup=False, soft_wrap=True)
-    OUT.print()
+    print_pieces((piece.reasoning, piece.text) for piece in answer.pieces())
     generation = answer.stream.result()
-    sources = f"sources: {', '.join(answer.sources) or 'none'}"
     reranked = [] if answer.reranking is None else [f"reranked: {answer.reranking.summary}"]
-    for line in (sources, *reranked, summary_line(generation.report), *healing_line(generation)):
-        ERR.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+    summary = summary_line(generation.report)
+    print_details([sources_line(answer.sources), *reranked, summary, *healing_line(generation)])
     return answer.response.content
 
 
@@ -87,16 +76,6 @@ def healing_line(answer: Generation) -> list[str]:
     if healing.verified_upto is not None:
         line += f", {healing.verified_upto:,} of {len(answer.ids):,} answer tokens verified"
     return [f"{line}; {healing.reason}" if healing.reason else line]
-
-
-def summary_line(report: FusionReport) -> str:
-    """Return one line on a fused prefill: method, tokens computed, bytes loaded, and time to the first token."""
-    label = f"{report.method}, ratio {report.ratio:g}: " if report.base else f"{report.method}: "
-    line = (
-        f"{label}computed {report.rows:,} of {report.prompt_tokens:,} tokens ({report.work:.0%} over all layers), "
-        f"loaded {size(report.bytes_loaded)}, first token after {report.timings.ttft_s:.2f} s"
-    )
-    return f"{line}; {report.fallback}" if report.fallback else line
 
 
 with suppress(ImportError):  # gives `input` line editing and, for this session only, the questions by arrow keys

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.scheduler import EngineHandle, SchedulerSettings
+from qcfuse_rag.library import local_socket
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.library.folder import index_folder, library_of
 from qcfuse_rag.library.index import METADATA
@@ -40,6 +41,7 @@ class LibraryServer:
     """Answers over the folder of a library or a store with one engine, which the caller closes."""
 
     def __init__(self, engine: FusionEngine, folder: Path, settings: ServerSettings) -> None:
+        self._folder = folder
         self._engine, self._max_requests = engine, settings.waiting + SchedulerSettings().active
         handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=self._max_requests))
         library = _served_library(engine, folder, settings) if has_passages(folder) else None
@@ -78,8 +80,13 @@ class LibraryServer:
         """Serve until the process is interrupted or terminated, then finish the requests in progress."""
         # uvicorn raises the signal that stopped it again, which would end this process before the store is closed.
         previous_handler = signal.signal(signal.SIGTERM, lambda *_: None)
+        library = library_of(self._folder)
+        local = local_socket.listen(library) if has_passages(self._folder) else None
         with suppress(KeyboardInterrupt):
-            make_server(self._app, max_requests=self._max_requests).run(sockets=[listener])
+            sockets = [listener] if local is None else [listener, local]
+            make_server(self._app, max_requests=self._max_requests).run(sockets=sockets)
+        if local is not None:
+            (library / local_socket.NAME).unlink(missing_ok=True)
         signal.signal(signal.SIGTERM, previous_handler)
 
 
