@@ -1,22 +1,27 @@
-"""Whole answers beside llama.cpp: the same GGUF file, token ids, numbers of tokens and threads, in turns.
+"""Whole answers beside llama.cpp: the same weights, token ids, numbers of tokens and threads, in turns.
 
-llama.cpp reuses the beginning that a prompt shares with the request before, and with cache reuse also shifted parts of
-it (`n_cache_reuse` of its server). It is used by its package xllamacpp, without HTTP.
+llama.cpp runs with its quickest settings on the machine: of the given file and the same weights in other formats, with
+flash attention and without, those are compared whose prompt is computed soonest. It reuses the beginning that a prompt
+shares with the request before, and with cache reuse also shifted parts of it (`n_cache_reuse` of its server). It is
+used by its package xllamacpp, without HTTP.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf.quants import dequantize, quantize
 from torch import Tensor
 from typer import Option
 
@@ -34,6 +39,8 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 
 SPARE_TOKENS = 64  # context of llama.cpp beyond the prompt and the longest answer
 REUSE_TOKENS = 64  # smallest shifted part that llama.cpp reuses, where it does
+BATCHES = (512, 2048)  # tokens of llama.cpp's passes; the first is its default
+QUANTIZED = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 WAIT_S = 1.0  # pause after a side, in which its worker threads come to rest
 
 Ids = Sequence[int]
@@ -46,12 +53,15 @@ class Options:
     model: Annotated[Path | None, Option(help="GGUF file of the model; by default SmolLM2-135M.")] = None
     context: Annotated[
         int, Option(min=64, help="Tokens of the passages, which are documents of the demonstration.")
-    ] = 2048
+    ] = 1024
     methods: Methods = "auto"
     ratios: Ratios = "0.05"
-    answers: Annotated[str, Option(help="Lengths of the answers in tokens, with commas.")] = "32,128,512"
+    answers: Annotated[str, Option(help="Lengths of the answers in tokens, with commas.")] = "32,128"
+    formats: Annotated[str, Option(help="Formats of llama.cpp's weights, with commas: file is the given one.")] = (
+        "file,q8_0,q4_0"
+    )
     weights: Annotated[str, Option(help="Format of this engine's weights.")] = "auto"
-    repeats: Repeats = 3
+    repeats: Repeats = 2
 
     def sides(self) -> list[Configuration]:
         """Return full prefill and the methods at their ratios."""
@@ -78,23 +88,74 @@ def measure(options: Options, run: Run) -> None:
         raise QCFuseError(f"llama.cpp needs a GGUF file, and {gguf} is none")
     if not lengths or min(lengths) < 2:
         raise QCFuseError("answers need at least 2 tokens, or there is no step to time")
+    formats = split_names(options.formats)
+    if unknown := set(formats) - {"file", *QUANTIZED}:
+        raise QCFuseError(f"no format of weights: {', '.join(unknown)}; file, {', '.join(QUANTIZED)} are known")
     _xllamacpp()
     with FusionEngine.load(str(gguf), device="cpu", weights=options.weights, prefix_bytes=0) as engine:
         texts, prompts = _prompts(engine, options.context)
         about = {**about_model(engine.lm), "prompt_tokens": len(prompts.measured)}
+        about["llama.cpp"] = _xllamacpp().get_system_info().strip()
         run.begin(about, {**machine_conditions(engine.lm), "context": options.context})
         engine.warm(texts, bases=tuple(dict.fromkeys(base for side in methods for base in side.method.bases)))
-        with _llama_server(gguf, len(prompts.measured) + max(lengths) + SPARE_TOKENS) as server:
+        room = len(prompts.measured) + max(lengths) + SPARE_TOKENS
+        with TemporaryDirectory() as folder:
+            files = {name: gguf if name == "file" else requantized(gguf, name, Path(folder)) for name in formats}
+            name, flash, batch = _quickest(run, files, prompts.measured, room)
+            server = _llama_server(files[name], room, flash=flash, batch=batch)
             for done, length in enumerate(sorted({1, *lengths}), 1):
                 ours, theirs = _engine_sides(engine, texts, methods, length), _peer_sides(server, prompts, length)
-                run.take_turns((length,), {(name,): call for name, call in {**ours, **theirs}.items()}, options.repeats)
+                run.take_turns(
+                    ("answer", length), {(side,): call for side, call in {**ours, **theirs}.items()}, options.repeats
+                )
                 run.progress(done, len(lengths) + 1)
+
+
+def requantized(gguf: Path, name: str, folder: Path) -> Path:
+    """Write a GGUF file's weights in another format; vectors and rows that no block divides keep theirs.
+
+    Returns:
+        The new file, in the folder.
+    """
+    target, wanted = folder / f"{name}.gguf", QUANTIZED[name]
+    reader = GGUFReader(gguf)
+    writer = GGUFWriter(target, reader.get_field("general.architecture").contents())
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name not in ("general.architecture", "general.file_type"):
+            sub_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub_type)
+    for tensor in reader.tensors:
+        data, kind = tensor.data, tensor.tensor_type
+        if len(tensor.shape) == 2 and tensor.shape[0] % GGML_QUANT_SIZES[wanted][0] == 0:
+            data, kind = quantize(dequantize(data, kind), wanted), wanted
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def _quickest(run: Run, files: Mapping[str, Path], ids: Ids, context: int) -> tuple[str, bool, int]:
+    """Return the format, the use of flash attention and the batch with which llama.cpp's first token comes soonest."""
+    for name, file in files.items():
+        for flash, batch in product((False, True), BATCHES):
+            if (key := ("settings", name, flash, batch)) not in run.records:
+                server = _llama_server(file, context, flash=flash, batch=batch)
+                _complete(server, ids[:REUSE_TOKENS], 1, keep=False, reuse=0)  # reads the weights
+                time.sleep(WAIT_S)
+                started = time.perf_counter()
+                _complete(server, ids, 1, keep=False, reuse=0)
+                run.add(key, {"seconds": time.perf_counter() - started})
+                del server
+    quickest = min(run.of("settings"), key=lambda tried: tried[1]["seconds"])[0]
+    return str(quickest[0]), bool(quickest[1]), int(str(quickest[2]))
 
 
 def report(run: Run) -> Report:
     """Return the median seconds of each side; a step's time is that between the longest answer and the first token."""
     times: dict[str, dict[int, list[float]]] = {}
-    for (length, side, _), record in run.records.items():
+    for (length, side, _), record in run.of("answer"):
         times.setdefault(str(side), {}).setdefault(int(str(length)), []).append(record["seconds"])
     lengths = sorted({length for by_length in times.values() for length in by_length} - {1})
     rows: list[Record] = []
@@ -116,7 +177,12 @@ def report(run: Run) -> Report:
         for row in rows
     ]
     names = ["side", "first token", "a token after", *(f"{length} tokens" for length in lengths)]
-    return Report({"rows": rows}, [Table(title, names, cells)])
+    settings = [
+        [str(name), "on" if flash else "off", str(batch), f"{record['seconds']:.2f} s"]
+        for (name, flash, batch), record in run.of("settings")
+    ]
+    tables = [Table("llama.cpp's settings", ["weights", "flash attention", "batch", "first token"], settings)]
+    return Report({"rows": rows}, [*(tables if settings else []), Table(title, names, cells)])
 
 
 def _prompts(engine: FusionEngine, context: int) -> tuple[list[str], Prompts]:
@@ -197,17 +263,20 @@ def _xllamacpp() -> Any:
         raise QCFuseError("a comparison with llama.cpp needs xllamacpp: pip install 'qcfuse-rag[bench]'") from error
 
 
-@contextmanager
-def _llama_server(gguf: Path, context: int) -> Iterator[Any]:
+def _llama_server(gguf: Path, context: int, *, flash: bool, batch: int) -> Any:
     xllamacpp = _xllamacpp()
-    params = xllamacpp.CommonParams()
+    params, attention = xllamacpp.CommonParams(), xllamacpp.llama_flash_attn_type
     params.model.path = str(gguf)
     params.n_ctx = context
+    params.n_batch = params.n_ubatch = batch
+    params.flash_attn_type = (
+        attention.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else attention.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    )
     params.n_parallel = 1
     params.cache_ram_mib = 0  # it would keep the caches of earlier requests, and so those that must not be kept
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
     params.verbosity = 0
-    yield xllamacpp.Server(params)
+    return xllamacpp.Server(params)
 
 
 class _EndlessSampler(Sampler):
