@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,25 @@ def quick_kernels() -> Iterator[None]:
     from tests.support.interpreted import quickly
 
     with quickly():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def templates_tried_once() -> Iterator[None]:
+    """Have a chat template tried in a process of its own once, and not twice for every engine."""
+    from qcfuse_rag.prompts.chat_template import ChatTemplate
+
+    try_and_parse, parsed = ChatTemplate._trees.func, dict[str, list[Any]]()
+
+    def trees(template: ChatTemplate) -> list[Any]:
+        tokenizer = template._tokenizer
+        key = repr((tokenizer.chat_template, tokenizer.special_tokens_map, template._kwargs))
+        if key not in parsed:
+            parsed[key] = try_and_parse(template)
+        return parsed[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChatTemplate, "_trees", property(trees))
         yield
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedTokenizerFast
+from typer.main import get_command
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from tests.support.cases import cases
@@ -52,6 +56,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, folders in MARKED_FOLDERS.items():
             if any(folder.is_relative_to(TESTS / name) for name in folders):
                 item.add_marker(marker)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made_once() -> Iterator[None]:
+    """Have the embedding model of a folder and the parser of commands made once, and not by every command."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.main.get_command", cache(get_command))
+        for name in ("AutoModel", "AutoTokenizer"):
+            load = cache(getattr(transformers, name).from_pretrained)
+            patch.setattr(f"qcfuse_rag.library.embedder.{name}", SimpleNamespace(from_pretrained=load))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -51,11 +50,7 @@ print("begun")
 
 FORKING = """
 import os
-pid = os.fork()
-"""
-
-FORKED = """
-if pid:
+if pid := os.fork():
     assert os.waitpid(pid, 0)[1] == 0
 """
 
@@ -67,17 +62,13 @@ def output(program: str) -> str:
     return done.stdout
 
 
-def test_a_thread_that_computes_is_ended_first() -> None:
-    assert output(BUSY) == "closed\n"
+def test_a_thread_that_computes_is_ended_first_and_a_forked_process_does_not_wait_for_it() -> None:
+    assert output(BUSY + FORKING) == "closed\n", "the parent's, once"
 
 
+@pytest.mark.slow
 def test_a_program_may_end_in_the_middle_of_an_answer() -> None:
     assert output(ANSWERING) == "begun\n"
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_does_not_wait_for_threads_it_has_not() -> None:
-    assert output(BUSY + FORKING + FORKED) == "closed\n", "the parent's, once"
 
 
 def test_an_ended_thread_keeps_its_owner_no_longer() -> None:

@@ -325,7 +325,7 @@ def test_every_command_names_a_store_by_the_same_option() -> None:
             assert names["--store"].required, path
 
 
-@pytest.mark.parametrize("command", [["--help"], ["methods"], ["warm", "resume", "--store", "nowhere"]])
+@pytest.mark.parametrize("command", [["--help"], ["warm", "status", "--store", "nowhere"]], ids=["success", "error"])
 def test_ctrl_c_while_threads_wind_down_ends_without_a_traceback(command: list[str], tmp_path: Path) -> None:
     program = (
         "import sys, threading, time; from qcfuse_rag.cli.app import main\n"

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sentence_transformers import SentenceTransformer
 
 from qcfuse_rag.bundled import corpus, default_embedder
 from qcfuse_rag.errors import ModelNotFound
@@ -21,6 +20,8 @@ from qcfuse_rag.library.embedder import BATCH_TEXTS, Embedder
 
 @pytest.mark.slow
 def test_vectors_are_those_of_sentence_transformers() -> None:
+    from sentence_transformers import SentenceTransformer  # takes seconds, which no other test should wait for
+
     own, reference = Embedder(default_embedder()), SentenceTransformer(default_embedder(), device="cpu")
     texts = [line for text in corpus().values() for line in text.splitlines()][: 2 * BATCH_TEXTS + 5]
     assert len(texts) > 2 * BATCH_TEXTS
@@ -51,6 +52,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_models_that_do_anything_else_are_left_to_it(name: str, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
     folder = tmp_path / "model"
     shutil.copytree(default_embedder(), folder)
     file = folder / name

@@ -86,6 +86,7 @@ def test_an_unknown_base_is_one_clear_error(name: str, message: str) -> None:
         find_base(name)
 
 
+@pytest.mark.slow
 def test_auto_imports_no_other_method() -> None:
     code = (
         "import sys; from qcfuse_rag import FusionEngine, choose_method; choose_method(); "

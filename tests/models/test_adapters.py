@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, TaskType, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
@@ -30,12 +29,18 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def with_lora(model: Any, **settings: Any) -> Any:
+    """Add an adapter for a causal language model; importing peft takes seconds, which no other test should wait for."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    return get_peft_model(model, LoraConfig(init_lora_weights=False, task_type=TaskType.CAUSAL_LM, **settings))
+
+
 def adapt(base: str, seed: int = 0, **settings: Any) -> Any:
     """Return a model with a random adapter, as a training run leaves it."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    lora = {"target_modules": EVERYWHERE, "init_lora_weights": False, "task_type": TaskType.CAUSAL_LM, **settings}
-    adapted = get_peft_model(model, LoraConfig(**lora)).eval()
+    adapted = with_lora(model, **{"target_modules": EVERYWHERE, **settings}).eval()
     for name, weight in adapted.named_parameters():
         if "modules_to_save" in name:
             weight.data += 0.05 * torch.randn_like(weight)
@@ -77,6 +82,8 @@ def test_a_folder_with_an_adapter_is_the_adapted_model(
 
 
 def second_adapter(adapted: Any) -> Any:
+    from peft import LoraConfig
+
     adapted.add_adapter("second", LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     return adapted
 
@@ -120,9 +127,7 @@ def test_an_adapter_brings_its_vocabulary_and_tokenizer(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     model.resize_token_embeddings(328)
-    adapted = get_peft_model(
-        model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type=TaskType.CAUSAL_LM)
-    ).eval()
+    adapted = with_lora(model, target_modules=["q_proj"]).eval()
     adapted.save_pretrained(tmp_path)
     own = PreTrainedTokenizerFast.from_pretrained(model_folder)
     own.add_tokens(["<|turn|>"])
@@ -193,10 +198,12 @@ def disabled(base: str) -> Any:
 def quantized(base: str) -> Any:
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=four_bits, device_map="cpu")
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    return with_lora(model, target_modules=["q_proj"])
 
 
 def prompt_tuned(base: str) -> Any:
+    from peft import PromptTuningConfig, TaskType, get_peft_model
+
     tokens = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
     return get_peft_model(AutoModelForCausalLM.from_pretrained(base), tokens)
 
@@ -210,7 +217,7 @@ def prompt_tuned(base: str) -> Any:
     ],
 )
 def test_what_cannot_be_merged_exactly_is_refused(
-    make: Callable[[str], PeftModel], message: str, model_folder: str, tokenizer: PreTrainedTokenizerFast
+    make: Callable[[str], Any], message: str, model_folder: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         LanguageModel.wrap(make(model_folder), tokenizer)

@@ -23,7 +23,7 @@ def engine() -> FusionEngine:
 
 @pytest.fixture
 def limits() -> dict[str, Any]:
-    return {"most_tokens": 600}
+    return {"most_tokens": 60}
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -170,9 +170,9 @@ async def test_errors_have_openais_codes(
 @pytest.mark.parametrize(
     ("asked", "given", "reason"),
     [
-        ({"max_tokens": 601}, 600, "this server gives no more"),
+        ({"max_tokens": 61}, 60, "this server gives no more"),
         ({"max_tokens": 10**12}, None, "no more fit the context window"),
-        ({"max_tokens": 600}, 600, None),
+        ({"max_tokens": 60}, 60, None),
     ],
 )
 async def test_long_answers_are_cut_to_what_fits(
@@ -184,7 +184,7 @@ async def test_long_answers_are_cut_to_what_fits(
     reason: str | None,
 ) -> None:
     """A prompt and a bias that leave a known number of tokens to an answer that never ends."""
-    length = 1900 if given is None else 10
+    length = 2025 if given is None else 10
     prompt = {"messages": user("x " * length)["messages"]} if path[:4] == "chat" else {"prompt": "x " * length}
     bias = {str(engine.lm.tokenizer("x")["input_ids"][-1]): 100}
     body = (await post(http, path, **prompt, **asked, logit_bias=bias)).json()

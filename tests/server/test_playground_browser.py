@@ -18,7 +18,6 @@ from tests.support.passages import PASSAGES, QUESTION
 from tests.support.serving import QCFUSE, run_server
 
 CHROMIUM = shutil.which("chromium")
-sync_api = pytest.importorskip("playwright.sync_api")
 Page = Any
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
@@ -78,7 +77,7 @@ def guarded_address(library: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
+    with pytest.importorskip("playwright.sync_api").sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()

@@ -9,7 +9,6 @@ from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
-from langchain_huggingface import ChatHuggingFace, HuggingFaceEmbeddings, HuggingFacePipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from langchain_qcfuse import ChatQCFuse
@@ -24,6 +23,9 @@ PROMPT = ChatPromptTemplate.from_messages(
 
 
 def test_the_same_answers_as_chat_huggingface_and_every_document_reused(smollm2_folder: str) -> None:
+    # Takes seconds, which no other test should wait for.
+    from langchain_huggingface import ChatHuggingFace, HuggingFaceEmbeddings, HuggingFacePipeline
+
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
     generate = pipeline(
         "text-generation",

@@ -9,8 +9,6 @@ from llama_index.core.embeddings import resolve_embed_model
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.embeddings.huggingface import HuggingFaceEmbedding
-from llama_index.llms.huggingface import HuggingFaceLLM
 
 from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFuseWarmup
 from qcfuse_rag.bundled import corpus, default_embedder
@@ -31,6 +29,10 @@ class Reports(BaseEventHandler):
 
 
 def test_the_same_answers_as_huggingface_llm_and_every_node_reused(smollm2_folder: str) -> None:
+    # Takes seconds, which no other test should wait for.
+    from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+    from llama_index.llms.huggingface import HuggingFaceLLM
+
     theirs = HuggingFaceLLM(
         model_name=smollm2_folder,
         tokenizer_name=smollm2_folder,

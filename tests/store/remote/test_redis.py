@@ -66,7 +66,7 @@ def answering(folder: Path, answer: bytes, *, first: int, pause_s: float = 0.0, 
     with socketserver.ThreadingUnixStreamServer(str(folder / "socket"), Answers) as server:
         server.daemon_threads = True
         server.block_on_close = False
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"unix://{folder}/socket"
         server.shutdown()
 
@@ -82,22 +82,22 @@ def test_a_server_that_answers_with_anything_else_is_a_miss_with_its_reason(answ
 @pytest.mark.parametrize(
     ("answer", "first", "closes", "reason"),
     [
-        (b"$2000\r\n" + bytes(2002), 0, False, "no whole answer in 1 s"),
+        (b"$2000\r\n" + bytes(2002), 0, False, "no whole answer in 0.5 s"),
         (b"", 0, False, "Timeout reading from"),
         (b"$2000\r\n" + bytes(10), 99, True, "Connection closed by server"),
         (b"$99999999999999\r\n" + bytes(10), 99, False, "Timeout reading from"),
-        (b"*99999999\r\n" + b"$1\r\nx\r\n" * 400, 0, False, "no whole answer in 1 s"),
+        (b"*99999999\r\n" + b"$1\r\nx\r\n" * 400, 0, False, "no whole answer in 0.5 s"),
     ],
     ids=["drips", "says nothing", "closes in the middle", "announces 100 TB", "a long array"],
 )
 def test_a_server_that_does_not_come_to_an_end_is_a_miss_in_time(
     answer: bytes, first: int, closes: bool, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qcfuse_rag.store.backends.remote.ANSWER_S", 1.0)
+    monkeypatch.setattr("qcfuse_rag.store.backends.remote.ANSWER_S", 0.5)
     started = time.monotonic()
     with (
         answering(tmp_path, answer, first=first, pause_s=0.02, closes=closes) as url,
-        RemoteStore(RedisBlobs(url, timeout_s=0.4)) as store,
+        RemoteStore(RedisBlobs(url, timeout_s=0.2)) as store,
     ):
         found = [store.open(example_key(number).address) for number in range(5)]
         assert [isinstance(miss, Miss) and reason in miss.reason for miss in found] == [True] * 5, found

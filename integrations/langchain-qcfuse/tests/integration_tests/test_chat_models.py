@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models import BaseChatModel
-from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 from langchain_qcfuse import ChatQCFuse
@@ -122,6 +121,8 @@ class TestServer(TestTools):
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
+        from langchain_openai import ChatOpenAI  # takes seconds, which no other test should wait for
+
         return ChatOpenAI
 
     @property
