@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +19,10 @@ from transformers import PreTrainedTokenizerFast
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from qcfuse_rag import METHODS, DiskStore, FusionEngine
+from qcfuse_rag import METHODS, FusionEngine
 from qcfuse_rag.cli.app import app
 from qcfuse_rag.cli.options import expand_options
 from qcfuse_rag.library.folder import open_library_store
-from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support.cases import cases
 from tests.support.cli import Run
 from tests.support.engines import METHOD_OPTIONS
@@ -198,24 +196,6 @@ def test_debug_shows_the_traceback(run: Run, tmp_path: Path) -> None:
         run("store", "stats", "--store", tmp_path, "--debug")
 
 
-def test_a_store_damaged_beyond_opening_is_one_line(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "objects").mkdir()
-    (tmp_path / "store.json").write_text("no settings")
-    code, _, err = run("store", "stats", "--store", tmp_path)
-    assert code == 1
-    assert err.startswith("error: cannot read ")
-    assert err.endswith("remove it and give the store's settings again.\n")
-    assert err.count("\n") == 1
-
-
-def test_a_store_whose_index_is_damaged_is_mended(run: Run, tmp_path: Path) -> None:
-    with DiskStore(tmp_path) as store:
-        store.put(example_key(), example_chunk())
-    (tmp_path / "index" / "cache.db").write_bytes(b"this is no database" * 100)
-    code, out, _ = run("store", "stats", "--store", tmp_path, "--json")
-    assert (code, json.loads(out)["entries"]) == (0, 1)
-
-
 def test_a_library_that_is_not_there_is_not_served(run: Run, tmp_path: Path) -> None:
     code, _, err = run("serve", "--store", tmp_path / "misspelt")
     assert (code, "no store in" in err, (tmp_path / "misspelt").exists()) == (1, True, False)
@@ -306,14 +286,6 @@ def test_help_shows_what_stands_in_brackets(run: Run, monkeypatch: pytest.Monkey
     made_up = typer.Typer()
     made_up.command()(expand_options(show))
     assert "such as auto[ratio=0.2]." in CliRunner().invoke(made_up, ["--help"]).stdout
-
-
-def test_damaged_weights_are_one_line(run: Run, model_folder: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(model_folder, tmp_path / "m"))
-    [weights] = folder.glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:1000])
-    code, _, err = run("models", "check", folder, "--device", "cpu")
-    assert (code, "cannot load" in err, "--debug" in err) == (1, True, False), err
 
 
 def test_every_command_names_a_store_by_the_same_option() -> None:

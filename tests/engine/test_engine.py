@@ -238,12 +238,6 @@ def test_a_damaged_system_prefix_is_recomputed_when_questions_and_when_passages_
         assert engine.prefill(prompt, method=make_method("reuse")).report.lookups[0].hit
 
 
-def test_a_miss_says_what_is_there_instead(engine: FusionEngine) -> None:
-    engine.warm(PASSAGES, bases=(BLIND,))
-    report = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=QCFUSE).report
-    assert report.fallback == "3 of 3 passages computed in full: absent: stored blind, not framed"
-
-
 def test_prompts_built_by_many_threads_are_right(engine: FusionEngine) -> None:
     """Special tokens are a switch on a tokenizer; switching it for one thread must not switch it for another."""
     passages = [f"</s> {text} <s>" for text in PASSAGES]

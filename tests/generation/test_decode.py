@@ -49,12 +49,6 @@ def test_decoding_over_a_fused_cache_equals_feeding_the_answer_as_rows(engine: F
         assert int(engine.prefill(longer, method=method).logits.argmax()) == answer.ids[count]
 
 
-def test_the_length_limit(engine: FusionEngine) -> None:
-    answer = engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=5))
-    assert (len(answer.ids), answer.finish_reason) == (5, "length")
-    assert answer.usage.output_tokens == 5
-
-
 def test_the_end_token_ends_and_is_not_shown(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
     free = engine.generate(prompt, SamplingParams(max_new_tokens=8))

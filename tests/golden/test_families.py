@@ -62,14 +62,6 @@ def test_all_rows_equal_the_models_own_forward(warmed: FusionEngine, prompt: Pro
     references.assert_prefilled(done, logits[-1], table)
 
 
-def test_recomputing_every_reused_token_equals_full_prefill_too(warmed: FusionEngine, prompt: Prompt) -> None:
-    logits, _ = references.plain_forward(warmed.lm, prompt.ids)
-    for base in (BLIND, FRAMED):
-        done = warmed.prefill(prompt, method=make_method("random", ratio=1.0, base=base))
-        assert done.report.reused_tokens > 0  # the system prefix is never recomputed
-        assert error(done.logits, logits[-1]) <= TOLERANCE
-
-
 def test_greedy_continuation_is_the_models_own(warmed: FusionEngine, prompt: Prompt) -> None:
     expected = references.greedy_continuation(warmed.lm, prompt.ids, 32)
     answer = warmed.generate(prompt, SamplingParams(max_new_tokens=32), method=make_method("full"))

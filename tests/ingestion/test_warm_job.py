@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.errors import CorruptEntry, StoreError
+from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.ingestion import warm_job
 from qcfuse_rag.ingestion.batches import batches_by_length, plan_batches
 from qcfuse_rag.ingestion.prefill import PendingChunk, PrefillTarget, instruction_ids, prefill_chunk
@@ -122,11 +121,6 @@ def test_a_store_too_small_for_all_keeps_the_most_wanted(llama: LanguageModel, t
         assert engine.corpus.warm_job(ids, priority=priority).plan().left_out == summary.left_out
 
 
-def test_both_bases_are_two_entries_each(engine: FusionEngine) -> None:
-    summary = engine.warm(MANY[:4], bases=(BLIND, FRAMED))
-    assert (summary.chunks, summary.warmed) == (8, 8)
-
-
 def test_little_padding_is_computed(engine: FusionEngine) -> None:
     """Batches have chunks of similar length, so padding stays a small share."""
     summary = engine.warm(MANY, batch_tokens=400)
@@ -177,34 +171,11 @@ def test_quantized_stores_do_not_prefill_behind_a_quantized_system_prefix(llama:
     assert all((first.blocks[name] == second.blocks[name]).all() for name in first.names())
 
 
-def test_sources_are_replaced_and_forgotten(engine: FusionEngine) -> None:
-    engine.warm([MANY[0], MANY[1], MANY[1]], sources=["a", "a", "b"])
-    engine.warm([MANY[2]], sources=["a"])
-    assert not any(key in engine.store for key in engine.corpus.keys(engine.prompts.chunk_ids(MANY[0]), [FRAMED]))
-    assert all(key in engine.store for key in engine.corpus.keys(engine.prompts.chunk_ids(MANY[1]), [FRAMED])), (
-        "b has it too"
-    )
-    assert engine.forget("b") == 1
-    assert engine.forget("b") == 0
-    assert engine.corpus.open_sources().names() == ["a"]
-
-
 def test_bad_arguments_are_refused_at_once(engine: FusionEngine) -> None:
     with pytest.raises(ValueError, match="1 sources for 2 passages"):
         engine.warm(MANY[:2], sources=["a"])
     with pytest.raises(ValueError, match="1 priorities for 2 chunks"):
         engine.warm(MANY[:2], priority=[1.0])
-
-
-def test_a_store_that_cannot_be_written_is_one_clear_error(
-    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StoreError, match="No space left on device"):
-        engine.warm(MANY)
 
 
 KILLED = """

@@ -165,16 +165,6 @@ async def test_full_prefill_asked_first_does_not_answer_the_comparison(http: htt
     assert again["prefix_tokens"] == again["prompt_tokens"] - 1, "the default goes on to use its own"
 
 
-async def test_librechat_sends_openais_defaults(http: httpx.AsyncClient) -> None:
-    body = {"model": "tiny", "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
-    body |= {"user": "65f0", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8}
-    text, usage, _ = read_stream(
-        await post(http, "chat/completions", **body, messages=[{"role": "user", "content": "Hi"}])
-    )
-    assert usage["completion_tokens"] > 0
-    assert isinstance(text, str)
-
-
 async def test_tools_are_never_left_out_in_silence(http: httpx.AsyncClient) -> None:
     """As by `ChatQCFuse` and `QCFuseLLM`: a template that shows none refuses them, unless none may be called."""
     body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": QUESTION}]}

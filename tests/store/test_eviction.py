@@ -18,7 +18,6 @@ from qcfuse_rag.store.backends.base import (
     POLICIES,
     EntryUsage,
     Miss,
-    eviction_policy,
     least_frequently_used,
     least_saving,
 )
@@ -74,11 +73,6 @@ def test_a_use_never_makes_an_entry_worth_less(usage: EntryUsage, hours: float, 
     again = usage.after_uses(usage.used + hours * 3600.0, count)
     for worth in POLICIES.values():
         assert worth(again) >= worth(usage) - 1e-6
-
-
-def test_a_policy_that_does_not_exist_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="no eviction policy 'fifo'; there are cost, lru, lfu"):
-        eviction_policy("fifo")
 
 
 # Stores; what only one on disk does is in tests/store/disk.

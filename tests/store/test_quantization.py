@@ -102,12 +102,6 @@ def test_the_way_back_gives_the_models_dtype_without_what_was_lost(kv_dtype: str
     assert all(torch.equal(first, other) for first, other in zip(back.layer(1), chunk.layer(1), strict=True))
 
 
-def test_a_format_that_does_not_exist_is_refused_by_name() -> None:
-    for refuse in (check_kv_dtype, lambda kv_dtype: to_format(example_chunk(), kv_dtype)):
-        with pytest.raises(ValueError, match="no kv_dtype 'int4'; there are model, int8, fp8"):
-            refuse("int4")
-
-
 # Low rank: products of two thin factors, for differences.
 
 

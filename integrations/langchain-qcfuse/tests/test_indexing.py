@@ -38,7 +38,7 @@ def prefilled(chat: ChatQCFuse, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Indexing:
     """`index` over a record manager and a wrapped vector store."""
 
-    def __init__(self, chat: ChatQCFuse, cleanup: Cleanup | None, batch_size: int = 100) -> None:
+    def __init__(self, chat: ChatQCFuse, cleanup: Cleanup, batch_size: int = 100) -> None:
         self.records = InMemoryRecordManager(namespace="test")
         self.records.create_schema()
         self.store = QCFuseVectorStore(InMemoryVectorStore(EMBED), chat)
@@ -67,31 +67,6 @@ def test_a_changed_source_takes_its_stale_passages_along_and_no_others(chat: Cha
     assert stored(chat.engine) == {FERRY, MILL, HARBOUR}
 
 
-def test_a_removed_source_goes_with_a_full_cleanup(chat: ChatQCFuse) -> None:
-    indexing = Indexing(chat, "full")
-    indexing.run(a=[FERRY, HULL], b=[HULL, MILL])
-    indexing.run(b=[HULL, MILL])
-    assert stored(chat.engine) == {HULL, MILL}
-    assert indexing.run()["num_deleted"] == 2
-    assert stored(chat.engine) == set()
-    assert chat.engine.corpus.open_sources().names() == []
-
-
-@pytest.mark.parametrize("cleanup", ["incremental", "scoped_full"])
-def test_sources_that_do_not_come_stay_with_the_other_cleanups(chat: ChatQCFuse, cleanup: Cleanup) -> None:
-    indexing = Indexing(chat, cleanup)
-    indexing.run(a=[FERRY], b=[MILL])
-    indexing.run(b=[HULL])
-    assert stored(chat.engine) == {FERRY, HULL}
-
-
-def test_without_a_cleanup_nothing_goes(chat: ChatQCFuse) -> None:
-    indexing = Indexing(chat, None)
-    indexing.run(a=[FERRY])
-    indexing.run(a=[HULL])
-    assert stored(chat.engine) == {FERRY, HULL}
-
-
 @every_cleanup
 def test_unchanged_documents_are_not_prefilled_again(chat: ChatQCFuse, cleanup: Cleanup, prefilled: list[int]) -> None:
     indexing = Indexing(chat, cleanup)
@@ -114,20 +89,12 @@ def test_a_passage_whose_metadata_changed_is_not_prefilled_again(
     assert stored(chat.engine) == {FERRY}
 
 
-@pytest.mark.parametrize(("cleanup", "batch_size"), [("incremental", 1), ("full", 2), ("scoped_full", 1)])
-def test_batches_may_be_smaller_than_a_source(chat: ChatQCFuse, cleanup: Cleanup, batch_size: int) -> None:
-    indexing = Indexing(chat, cleanup, batch_size)
-    indexing.run(a=[FERRY, HULL, MILL])
-    assert stored(chat.engine) == {FERRY, HULL, MILL}
-    indexing.run(a=[FERRY, HARBOUR, MILL])
-    assert stored(chat.engine) == {FERRY, HARBOUR, MILL}
-
-
 def test_a_scoped_cleanup_of_small_batches_prefills_only_what_is_new(chat: ChatQCFuse, prefilled: list[int]) -> None:
     indexing = Indexing(chat, "scoped_full", batch_size=1)
     indexing.run(a=[FERRY, HULL, MILL])
     indexing.run(a=[HARBOUR, FERRY, MILL])
     assert sum(prefilled) == 4
+    assert stored(chat.engine) == {FERRY, HARBOUR, MILL}
 
 
 async def test_asynchronous_indexing_does_the_same(chat: ChatQCFuse) -> None:
@@ -136,6 +103,9 @@ async def test_asynchronous_indexing_does_the_same(chat: ChatQCFuse) -> None:
     assert stored(chat.engine) == {FERRY, HULL, MILL}
     await indexing.arun(b=[HULL, HARBOUR])
     assert stored(chat.engine) == {HULL, HARBOUR}
+    assert chat.engine.corpus.open_sources().names() != []
+    await indexing.arun()
+    assert chat.engine.corpus.open_sources().names() == []
 
 
 def test_an_index_from_before_is_warmed_by_updating_it(chat: ChatQCFuse) -> None:

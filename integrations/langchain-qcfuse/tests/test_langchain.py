@@ -55,12 +55,6 @@ async def test_a_prompt_that_is_too_long_is_langchains_error_and_a_long_answer_i
     assert "no more fit the context window" in fusion(message)["answer_limit"]
 
 
-def test_documents_that_were_not_warmed_are_answered_over_all_the_same(chat: ChatQCFuse) -> None:
-    cold = chat.invoke(QUESTION, documents=DOCUMENTS)
-    assert fusion(cold)["fallback"] == "3 of 3 passages computed in full: absent"
-    assert cold.content
-
-
 async def test_streaming_and_asynchronous_forms_give_the_same_answer_and_one_usage(chat: ChatQCFuse) -> None:
     chat.warm(DOCUMENTS)
     chunks = list(chat.stream(QUESTION, documents=DOCUMENTS))

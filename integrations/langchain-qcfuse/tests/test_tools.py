@@ -74,7 +74,6 @@ async def test_a_required_call_all_four_ways(chat: ChatQCFuse) -> None:
         assert message.usage_metadata["output_tokens"] > 0  # type: ignore[index]
 
 
-@pytest.mark.slow
 def test_documents_stay_with_their_question_when_tools_have_answered(chat: ChatQCFuse) -> None:
     chat.warm(DOCUMENTS)
     chat.engine.prefixes.limit_bytes = 10**8

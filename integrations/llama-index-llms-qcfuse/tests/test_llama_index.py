@@ -21,7 +21,7 @@ from qcfuse_rag import LanguageModel, PromptTemplate, QCFuseError
 from qcfuse_rag.errors import MisplacedSetting, UnusedSetting
 from tests.support.engines import make_engine
 from tests.support.families import build_model
-from tests.support.llama_index_documents import LetterEmbedding, warmed_index
+from tests.support.llama_index_documents import warmed_index
 from tests.support.passages import PASSAGES, QUESTION
 
 
@@ -91,25 +91,6 @@ async def test_asynchronous_queries_answer_alike_and_let_the_loop_run(llm: QCFus
     ticking.cancel()
     assert "".join(pieces) == str(response) == str(query_engine(llm, index).query(QUESTION))
     assert ticks > 3
-
-
-def test_nodes_that_were_not_warmed_are_answered_over_all_the_same(
-    llm: QCFuseLLM, reports: list[dict[str, Any]]
-) -> None:
-    nodes = [Document(text=text) for text in PASSAGES]
-    index = VectorStoreIndex.from_documents(nodes, embed_model=LetterEmbedding())
-    assert str(query_engine(llm, index).query(QUESTION))
-    assert reports[0]["fallback"] == "3 of 3 passages computed in full: absent"
-
-
-def test_warming_twice_prefills_once(llm: QCFuseLLM) -> None:
-    warmup = QCFuseWarmup(llm)
-    nodes = [Document(text=text) for text in PASSAGES]
-    assert warmup(nodes) == nodes
-    assert warmup.summary is not None
-    assert warmup.summary.warmed == 3
-    warmup(nodes)
-    assert warmup.summary.present == 3
 
 
 def test_the_pipelines_own_cache_does_not_hide_a_change(llm: QCFuseLLM) -> None:

@@ -28,30 +28,6 @@ def fixed_chunk() -> ChunkKV:
     return ChunkKV.of([key.to(torch.bfloat16) for key in keys], [v.to(torch.bfloat16) for v in values], ranking)
 
 
-def test_the_header_has_these_fields_and_no_others() -> None:
-    about = header_of(written(fixed_chunk()))
-    assert list(about) == ["key", "tokens", "layers", "dtype", "numbers", "probe_layers", "expires", "blocks"]
-    assert [about[name] for name in list(about)[1:-1]] == [130, 2, "bfloat16", "model", [], None]
-    assert list(about["key"]) == ["fingerprint", "base", "prefix", "ids", "namespace"]
-    assert list(about["key"]["fingerprint"]) == ["weights", "config", "tokenizer", "rope", "dtype"]
-    first, second = about["blocks"][:2]
-    assert {**first, "xxh3": None} == {
-        "name": "ranking",
-        "dtype": "int32",
-        "shape": [2, 130],
-        "offset": 0,
-        "xxh3": None,
-    }
-    assert {**second, "xxh3": None} == {
-        "name": "key.0",
-        "dtype": "bfloat16",
-        "shape": [130, 2, 4],
-        "offset": 4096,
-        "xxh3": None,
-    }
-    assert [len(second["xxh3"]), len(second["xxh3"][0])] == [2, 16]
-
-
 NUMPY = {"int32": "<i4", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int8": "i1", "float8_e4m3fn": "u1"}
 
 
