@@ -30,6 +30,9 @@ QUERY_CHARACTERS = 20_000
 CANDIDATES, MOST_CANDIDATES = 4, 64
 """Passages that are reranked for each that is wanted, and at most, unless more are wanted."""
 
+SEARCHES = 3
+"""Most searches for a question while documents change; after the last, what was forgotten is left out."""
+
 RERANKED_CHARACTERS = 1000
 """Characters at the end of a question by which passages are reranked: all of them are computed for each passage."""
 
@@ -98,7 +101,7 @@ class Retriever:
         engine = engine if question.strip() else None
         fetched = count if engine is None else max(count, min(CANDIDATES * count, MOST_CANDIDATES))
         reranking: Reranking | None = None
-        while True:
+        for _ in range(SEARCHES):
             index = self.index
             found, passages = index.search(vectors, fetched), index.passages
             if engine is not None:
@@ -110,6 +113,9 @@ class Retriever:
                 break
             with suppress(OSError):  # what was found and noted may be forgotten
                 self._log.keep_only(passage.text for passage in self.index.passages)
+        else:
+            kept = set(self.index.passages)
+            found = [(row, score) for row, score in found if passages[row] in kept]
         return [
             RetrievedPassage(passages[row].source, _title(passages, row), passages[row].text, score)
             for row, score in found

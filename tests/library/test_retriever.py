@@ -18,7 +18,7 @@ from qcfuse_rag.library.index import (
     embedder_source,
     forget_passages,
 )
-from qcfuse_rag.library.retriever import QUERY_CHARACTERS, RERANKED_CHARACTERS, Retriever, _title
+from qcfuse_rag.library.retriever import QUERY_CHARACTERS, RERANKED_CHARACTERS, SEARCHES, Retriever, _title
 
 TEXTS = {
     "harbour.md": "A remote that does not answer is not asked again for 30 seconds.",
@@ -175,6 +175,14 @@ def test_what_is_forgotten_while_passages_are_reranked_is_not_found(found: Retri
     engine = FixedReranker(forgets=lambda: forget_passages(tmp_path / "passages", "harbour.md"))
     passages, _ = found.retrieve_reranked(engine, REMOTE, 4)  # type: ignore[arg-type]
     assert {passage.source for passage in passages} == TEXTS.keys() - {"harbour.md"}
+
+
+def test_a_search_ends_while_documents_keep_changing(found: Retriever, tmp_path: Path) -> None:
+    names = iter(TEXTS)
+    engine = FixedReranker(forgets=lambda: forget_passages(tmp_path / "passages", next(names)))
+    passages, _ = found.retrieve_reranked(engine, REMOTE, 4)  # type: ignore[arg-type]
+    assert [passage.source for passage in passages] == [*TEXTS][SEARCHES:]
+    assert len(engine.asked) == SEARCHES
 
 
 @pytest.mark.parametrize("when", ["embedded", "searched", "noted"])
