@@ -19,7 +19,7 @@ from benchmarks.questions import Example, demo_examples, find_answers, read_data
 from benchmarks.runner import Report, Run, Table, about_model, machine_conditions
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.errors import ProfileError
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.methods.qcfuse import FORMAT, layers_by_depth
 from qcfuse_rag.prompts.builder import PromptBuilder
@@ -103,7 +103,7 @@ def measure(options: Options, run: Run) -> None:
 def profile_layers(engine: FusionEngine, samples: Sequence[Example], options: Options, run: Run) -> None:
     """Add the recall of each layer for each question, or the reason why it cannot be used.
 
-    A `ProfileError` says that no question can be used, a `ValueError` that the model has fewer layers than asked for.
+    A `QCFuseError` says that no question can be used, a `ValueError` that the model has fewer layers than asked for.
     """
     lm = engine.lm
     choose_layers([0.0] * lm.n_layers, options.layers)  # refuse bad arguments before the work
@@ -132,7 +132,7 @@ def layer_profile(run: Run) -> dict[str, Any]:
     skipped = Counter(record["skipped"] for record in run.records.values() if "skipped" in record)
     if not recalls:
         reasons = "; ".join(f"{count} times {reason}" for reason, count in skipped.items())
-        raise ProfileError(f"no question can be used ({reasons or 'there are none'}); give others, or fewer passages")
+        raise QCFuseError(f"no question can be used ({reasons or 'there are none'}); give others, or fewer passages")
     recall = torch.tensor(recalls, dtype=torch.float64).mean(0).tolist()
     return {
         "format": FORMAT,

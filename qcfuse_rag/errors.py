@@ -51,10 +51,6 @@ class MisplacedSetting(QCFuseError):
     """A setting was given where it has no effect; the message says where it belongs."""
 
 
-class ProfileError(QCFuseError):
-    """A layer profile cannot be made, read or written, or belongs to another model."""
-
-
 class Unverified(QCFuseError):
     """A passing verdict is required but missing; see `qcfuse verify`."""
 

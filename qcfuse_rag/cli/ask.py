@@ -34,16 +34,19 @@ def ask_library(
 ) -> None:
     """Retrieve passages, answer a question over them, and print the answer and what was reused.
 
-    Documents are warmed first, where they are not.
+    Documents are warmed first, where they are not; the record of an unfinished job stays, for `qcfuse warm resume`.
     """
+    lm = None
     if documents:
-        corpus = CorpusOptions(paths=list(documents), tenant=options.tenant)
+        corpus, finished = CorpusOptions(paths=list(documents), tenant=options.tenant), True
         with suppress(QCFuseError):  # there was no job before, whose passages are not to be split anew
-            last = JobRecord.load(library).arguments
-            corpus = replace(corpus, **{name: last[name] for name in ("max_tokens", "batch_tokens") if name in last})
-        summary, _ = run_job(library, config, corpus, JobOptions(embedder=options.embedder))
+            last = JobRecord.load(library)
+            given, finished = last.arguments, last.state == "finished"
+            corpus = replace(corpus, **{name: given[name] for name in ("max_tokens", "batch_tokens") if name in given})
+        summary, engine = run_job(library, config, corpus, JobOptions(embedder=options.embedder), recorded=finished)
         print_left_out(summary)
-    with open_session(library, config, options) as session:
+        lm = engine.lm
+    with open_session(library, config, options, lm=lm) as session:
         answer = session.answer(question, max_new_tokens=max_new_tokens)
         if as_json:
             print_json(answer.to_dict(question))

@@ -14,7 +14,7 @@ from qcfuse_rag.cli.console import OUT, print_note, size
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.methods import METHODS
-from qcfuse_rag.models.source import adapter_base
+from qcfuse_rag.models.source import named_adapter
 from qcfuse_rag.runtime.attention.dispatch import dense_attention_name
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -83,10 +83,11 @@ def check_model(config: EngineConfig) -> dict[str, Any]:
         check = measure_exactness(lm)
     except UnsupportedModel as error:
         return {"model": name, "supported": False, "reason": str(error)}
+    adapter, base, _ = named_adapter(name)
     report: dict[str, Any] = {
         "model": name,
         "supported": check.passed,
-        "adapter_of": adapter_base(name),
+        "adapter_of": base if adapter else None,
         "block_attention": BLOCK_ATTENTION.search(name) is not None,
         "architecture": type(lm.model).__name__,
         "layers": lm.n_layers,

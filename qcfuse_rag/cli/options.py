@@ -20,7 +20,7 @@ from qcfuse_rag.declared_options import DeclaredOption, declared_options
 from qcfuse_rag.engine.config import EngineConfig, ModelConfig
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
-from qcfuse_rag.models.source import model_source
+from qcfuse_rag.models.source import adapter_base, model_source
 from qcfuse_rag.server.settings import ServerSettings
 
 MODEL = tuple(declared_options(ModelConfig))
@@ -246,7 +246,8 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         for name, (settings, fields) in groups.items():
             values[name] = settings(**{field: values.pop(field) for field in fields})
             if isinstance(values[name], ModelConfig) and values[name].model is not None:
-                model_source(values[name].model)  # before the command imports torch, which takes seconds
+                model_source(model := values[name].model)  # before the command imports torch, which takes seconds
+                adapter_base(model)
         command(**values)
 
     expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from qcfuse_rag.cli.options import ServeOptions
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.folder import existing_store_folder, has_secret, open_library_store, store_folder
+from qcfuse_rag.library.retriever import Retriever
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.server.settings import ServerSettings
 
@@ -26,7 +27,7 @@ def serve_library(library: Path, config: EngineConfig, options: ServeOptions) ->
     config = replace(config, weights=config.weights or "auto", prefix_bytes=options.prefix_mb * 1_000_000)
     settings.require_caches(config.chosen_method())
     try:
-        from qcfuse_rag.server.serve import has_passages
+        from qcfuse_rag.server.serve import open_passages
     except ImportError as error:
         raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[serve]'`") from error
     options = replace(options, token=os.environ.get(TOKEN_VARIABLE) or None)
@@ -34,19 +35,22 @@ def serve_library(library: Path, config: EngineConfig, options: ServeOptions) ->
     if options.ray is not None and refused:
         raise QCFuseError(f"replicas on Ray have no {' and no '.join(refused)}; leave that out, or --ray")
     options.check()
-    if (options.retrieve or options.rerank or options.editable) and not has_passages(library):
+    opened = open_passages(library, options.embedder) if options.ray is None else None  # the model takes longer to load
+    if (options.retrieve or options.rerank or options.editable) and opened is None:
         raise QCFuseError(
             f"no passages in {library}; --retrieve, --rerank and --editable need a library of `qcfuse warm run`"
         )
     if options.remote is None:
         existing_store_folder(library)  # do not create a library under a misspelt name
     if options.ray is None:
-        _serve_in_process(library, config, options, settings)
+        _serve_in_process(library, config, options, settings, opened)
     else:
         _serve_on_ray(library, config, options)
 
 
-def _serve_in_process(library: Path, config: EngineConfig, options: ServeOptions, settings: LibrarySettings) -> None:
+def _serve_in_process(
+    library: Path, config: EngineConfig, options: ServeOptions, settings: LibrarySettings, opened: Retriever | None
+) -> None:
     from qcfuse_rag.server.serve import LibraryServer
 
     listener = options.listen()
@@ -55,7 +59,7 @@ def _serve_in_process(library: Path, config: EngineConfig, options: ServeOptions
         print_verdict_note(engine)
         with status("warming up"):
             engine.compile()
-        running = LibraryServer(engine, library, options)
+        running = LibraryServer(engine, library, options, opened)
         for note in running.notes():
             print_note("note:", note)
         _print_address(options, config)

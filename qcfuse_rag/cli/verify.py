@@ -56,7 +56,8 @@ def _print_verdict(verdict: Verdict, saved: Path | None) -> None:
     table = Table("", *map(_heading, _columns(shown)), "", title=verdict.label, title_justify="left")
     for trial in verdict.tried:
         state = "[green]passed[/green]" if trial.passed else "[red]failed[/red]"
-        table.add_row(trial.label, *map(_cell, _columns(trial)), state)
+        cells = [f"{c.value:.3g}" if c.passed else f"[red]{c.value:.3g}[/red]" for c in _columns(trial)]
+        table.add_row(trial.label, *cells, state)
     OUT.print(table)
     for check in shown.checks:
         print_line(f"{check.name} {check.value:.3g}: {check.detail}")
@@ -71,7 +72,3 @@ def _columns(trial: Trial) -> list[Check]:
 
 def _heading(check: Check) -> str:
     return check.name if check.limit is None else f"{check.name}\n{'≥' if check.at_least else '≤'} {check.limit:.3g}"
-
-
-def _cell(check: Check) -> str:
-    return f"{check.value:.3g}" if check.passed else f"[red]{check.value:.3g}[/red]"

@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, print_note, progress_bar, size, status
@@ -80,7 +78,7 @@ def plan_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, *, 
         chunk_ids = [engine.prompts.chunk_ids(text) for _, text in pairs]
         plan = engine.corpus.warm_job(chunk_ids, batch_tokens=corpus.batch_tokens).plan(measure=True, limit_bytes=limit)
     failed = [(pairs[index][0], reason) for index, reason in plan.failed]
-    documents = _count_with_text(passages)
+    documents = sum(map(bool, passages.values()))
     free = shutil.disk_usage(library if library.exists() else Path.cwd()).free
     if as_json:
         counts = {"documents": documents, "passages": len(pairs), "unread": unread}
@@ -98,20 +96,22 @@ def plan_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, *, 
 
 def run_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, job: JobOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; a repeated job skips caches that are already stored."""
-    summary, verified = run_job(library, config, corpus, job)
+    summary, engine = run_job(library, config, corpus, job)
     if as_json:
         print_json(summary)
         return
     _print_summary(summary)
-    if not verified:
+    if engine.verdict is None:
         tenant = ["--tenant", corpus.tenant] if corpus.tenant else []
         command = shlex.join(["qcfuse", "verify", "--store", str(library), *tenant])
         about = "finds the share to recompute at which answers on these passages are near full prefill's"
         print_line(f"`{command}` {about}")
 
 
-def run_job(library: Path, config: EngineConfig, corpus: CorpusOptions, job: JobOptions) -> tuple[dict[str, Any], bool]:
-    """Warm documents and keep a record of the job; return its summary, and whether the library has a verdict."""
+def run_job(
+    library: Path, config: EngineConfig, corpus: CorpusOptions, job: JobOptions, *, recorded: bool = True
+) -> tuple[dict[str, Any], FusionEngine]:
+    """Warm documents and keep a record of the job; return its summary, and the engine over the store, now closed."""
     refuse_store(library)
     _check_paths(corpus, library, allow_empty=job.allow_empty)
     settings = LibrarySettings.load(library)
@@ -122,10 +122,10 @@ def run_job(library: Path, config: EngineConfig, corpus: CorpusOptions, job: Job
     model, embedder = (value and model_name(value) for value in (config.model, job.embedder))
     named = {"paths": paths, "remote": remote, "model": model, "embedder": embedder}
     shown = {name: getattr(config, name) for name in CONFIG_NAMES}
-    record = JobRecord(library, {**shown, **asdict(corpus), **asdict(job), **named})
+    record = JobRecord(library if recorded else None, {**shown, **asdict(corpus), **asdict(job), **named})
     with job_lock(library):
         try:
-            summary, verified = _warm(settings, config, corpus, job, record)
+            summary, engine = _warm(settings, config, corpus, job, record)
         except KeyboardInterrupt:
             if record.begun:  # otherwise the record of the previous job stays, for `resume`
                 record.finish("interrupted")
@@ -135,7 +135,7 @@ def run_job(library: Path, config: EngineConfig, corpus: CorpusOptions, job: Job
                 record.finish("failed", error=str(error))
             raise
         record.finish("finished", summary=summary)
-    return summary, verified
+    return summary, engine
 
 
 def resume_warming(library: Path, named: Mapping[str, str | None], *, as_json: bool) -> None:
@@ -163,9 +163,9 @@ def resume_warming(library: Path, named: Mapping[str, str | None], *, as_json: b
 
 def _warm(
     settings: LibrarySettings, config: EngineConfig, corpus: CorpusOptions, job: JobOptions, record: JobRecord
-) -> tuple[dict[str, Any], bool]:
-    """Run a job; return its summary, and whether the library has a verdict on its method."""
-    library = settings.folder
+) -> tuple[dict[str, Any], FusionEngine]:
+    """Run a job; return its summary and its engine."""
+    library, embedder = settings.folder, embedder_name(job.embedder)
     opened = open_library_store(
         library,
         kv_dtype=corpus.kv_dtype,
@@ -175,13 +175,13 @@ def _warm(
         remote=job.remote,
     )
     with opened as store:
+        folder = index_folder(library, store)
+        index = PassageIndex.load(folder, embedder) if folder.exists() else PassageIndex(embedder)
+        embed = Embedder(embedder_source(embedder)) if job.ray is None else None  # the model takes longer to load
         engine = open_engine(store, config, settings, method=choose_method(base=config.base))
         workers = _ray_workers(engine, library, config, corpus, job)
         unread: Unread = {}
         passages = _read(engine, library, corpus, unread, workers)
-        folder = index_folder(library, store)
-        embedder = embedder_name(job.embedder)
-        index = PassageIndex.load(folder, embedder) if folder.exists() else PassageIndex(embedder)
         if not index.passages:
             _require_passages(passages, corpus)
         record.save()
@@ -191,7 +191,7 @@ def _warm(
         for source in vanished:  # before the index drops them: a later job could no longer see that they vanished
             engine.forget(source)
         index.remove(vanished)
-        _index(index, folder, passages, workers)
+        _index(index, folder, passages, embed, workers)
         for source in vanished:  # again: a server may have found it in the old index and brought it back
             engine.forget(source)
         derived = any(base.derived for base in engine.corpus.bases)
@@ -220,9 +220,9 @@ def _warm(
                 workers=workers,
             )
         engine.corpus.close()
-    counts = {"documents": _count_with_text(documents), "passages": len(texts), "unread": unread}
+    counts = {"documents": sum(map(bool, documents.values())), "passages": len(texts), "unread": unread}
     failed = [(pairs[index][0], reason) for index, reason in summary.failed]
-    return {**counts, **summary.to_dict(), "failed": failed}, engine.verdict is not None
+    return {**counts, **summary.to_dict(), "failed": failed}, engine
 
 
 def _check_paths(corpus: CorpusOptions, library: Path, *, allow_empty: bool = False) -> None:
@@ -248,13 +248,12 @@ def _read(
     return passages
 
 
-def _index(index: PassageIndex, folder: Path, passages: PassagesBySource, workers: RayWorkers | None) -> None:
-    model, at_once = embedder_source(index.embedder), EMBEDDING_BATCH
-    embed: Callable[[Sequence[str]], NDArray[np.float32]]
-    if workers is None:
-        embed = Embedder(model)
-    else:
-        at_once, embed = at_once * 16 * workers.count, partial(embed_on_ray, workers, model)
+def _index(
+    index: PassageIndex, folder: Path, passages: PassagesBySource, embed: Any, workers: RayWorkers | None
+) -> None:
+    at_once = EMBEDDING_BATCH
+    if workers is not None:
+        at_once, embed = at_once * 16 * workers.count, partial(embed_on_ray, workers, embedder_source(index.embedder))
     with progress_bar("indexing passages", "passages") as advance:
         index_passages(index, folder, passages, embed, at_once=at_once, progress=advance)
 
@@ -334,10 +333,6 @@ def _print_reasons(failed: Sequence[tuple[str, str]], unread: Unread) -> None:
 def _list(paths: Sequence[str]) -> str:
     more = len(paths) - MAX_PRINTED_PATHS
     return ", ".join(paths[:MAX_PRINTED_PATHS]) + (f" and {more:,} more (--json lists all)" if more > 0 else "")
-
-
-def _count_with_text(documents: Mapping[str, Sequence[str]]) -> int:
-    return sum(map(bool, documents.values()))
 
 
 def warm_prefix(library: Path, config: EngineConfig, options: PrefixOptions, *, as_json: bool) -> None:

@@ -110,6 +110,7 @@ class FusionEngine:
         *,
         store: str | Path | KVStore | None = None,
         method: str | Method | None = None,
+        lm: LanguageModel | None = None,
         **options: Any,
     ) -> FusionEngine:
         """Load a model and open a store.
@@ -119,6 +120,7 @@ class FusionEngine:
             store: a folder, or an open store; see `EngineConfig` for None.
             method: default method, or its name. If it leaves its ratio to `qcfuse verify`, as `auto` does by default,
                 it takes the ratio of a passing verdict in the store's folder.
+            lm: the model, if it is loaded already.
             **options: the other fields of `EngineConfig`.
 
         Raises:
@@ -131,7 +133,7 @@ class FusionEngine:
             options["method"] = method
         config = replace(model, **options) if isinstance(model, EngineConfig) else EngineConfig(model=model, **options)
         template, chosen = config.wording, method if isinstance(method, Method) else config.chosen_method()
-        lm = LanguageModel.load(config.model or default_model(), **config.load_options())
+        lm = lm or LanguageModel.load(config.model or default_model(), **config.load_options())
         if config.check:
             check_exact_once(lm)
         opened = store if isinstance(store, KVStore) else open_store(store or config.store)

@@ -18,7 +18,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import Closed, QCFuseError, StoreError
 from qcfuse_rag.fusion.rerank import Reranking
 from qcfuse_rag.ingestion.warm_job import Progress
-from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, forget_passages
+from qcfuse_rag.library.index import PassageIndex, forget_passages
 from qcfuse_rag.library.readers import TextSplitting, is_markdown
 from qcfuse_rag.library.retriever import QUERY_CHARACTERS, RetrievedPassage, Retriever
 
@@ -79,11 +79,10 @@ class ServedLibrary(Retriever):
     """Retrieves for one request at a time; documents change one job at a time.
 
     Args:
-        folder: of the passage index.
+        opened: the passages, which this takes over.
         engine: warms and forgets caches.
         count: number of passages to retrieve for a question.
         rerank: whether the engine orders several times as many.
-        embedder: name of the embedding model that the index was made with.
         editable: whether clients may add and remove documents.
         changing: returns a context in which no other job changes the library; raises `Busy` if another job does.
 
@@ -94,18 +93,17 @@ class ServedLibrary(Retriever):
 
     def __init__(
         self,
-        folder: Path,
+        opened: Retriever,
         engine: FusionEngine,
         *,
         count: int = 6,
         rerank: bool = False,
-        embedder: str = DEFAULT_EMBEDDER,
         editable: bool = True,
         changing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        super().__init__(folder, embedder)
+        vars(self).update(vars(opened))
         self.editable = editable
-        self._folder, self._engine, self._count = folder, engine, count
+        self._engine, self._count = engine, count
         self._reranker = engine if rerank else None
         self._changing, self._closed = changing, threading.Event()
         self.forget_listeners: list[Callable[[str], int | None]] = []

@@ -62,10 +62,10 @@ class JobRecord:
     """A warming job of a library, as `qcfuse warm status` shows it; times are Unix times.
 
     `qcfuse warm resume` uses the arguments again. The state is `running`, `finished`, `interrupted` or `failed`. Tokens
-    are those prefilled so far, and all that the store lacked.
+    are those prefilled so far, and all that the store lacked. Without a folder nothing is kept.
     """
 
-    folder: Path
+    folder: Path | None
     arguments: dict[str, Any]
     state: str = "running"
     pid: int = field(default_factory=os.getpid)
@@ -148,7 +148,8 @@ class JobRecord:
             self._write(sync=True)
 
     def _write(self, *, sync: bool) -> None:
-        write_atomically(self.folder / RECORD_NAME, json.dumps(self.to_dict(), indent=2), sync=sync)
+        if self.folder is not None:
+            write_atomically(self.folder / RECORD_NAME, json.dumps(self.to_dict(), indent=2), sync=sync)
 
 
 def forget_source(library: Path, source: str) -> None:

@@ -112,13 +112,6 @@ def stock_attention_name(model: PreTrainedModel) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
 
 
-def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """Return each layer's sliding window in tokens from the configuration; None for full attention."""
-    return tuple(
-        int(settings["sliding_window"]) if kind == "sliding_attention" else None for kind, settings in _layers(config)
-    )
-
-
 def _layers(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     kinds, settings = get_layer_types_and_kwargs(config)
     # Before transformers 5.19 all layers share one setting; before 5.23 the list lacks last layers that keep nothing.
@@ -151,7 +144,8 @@ def measure_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
         UnsupportedModel: if nothing changes although the model's layers have a window.
     """
     config = model.config.get_text_config()
-    windows = sliding_windows(config)
+    layers = _layers(config)
+    windows = tuple(int(layer["sliding_window"]) if kind == "sliding_attention" else None for kind, layer in layers)
     if not any(windows):
         return windows
     embeddings = model.get_input_embeddings()

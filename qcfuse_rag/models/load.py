@@ -43,11 +43,10 @@ from qcfuse_rag.models.quantized_weights import quantize_weights
 from qcfuse_rag.models.result_cache import FileState, hash_once
 from qcfuse_rag.models.source import (
     QUANTIZED_FORMATS,
-    adapter_base,
     check_weight_format,
     damage,
-    fetch_options,
     model_source,
+    named_adapter,
     snapshot_folder,
     unreachable_reason,
 )
@@ -182,6 +181,7 @@ def cached_gguf_header() -> Iterator[None]:
             setattr(gguf, name, function)
 
 
+OWN_TOKENIZER = "tokenizer.json"  # of an adapter that was trained with one
 MAX_LAYERS = 10_000
 """Limit of layers, and of experts in a layer; large models have some hundreds."""
 _LOAD_LOCK = threading.Lock()
@@ -209,8 +209,8 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
     """Load weights for inference.
 
     Args:
-        name: a folder with a saved model, a `.gguf` file, or a Hugging Face id. An adapter that peft saved in a folder
-            is merged into the model that it names.
+        name: a folder with a saved model, a `.gguf` file, or a Hugging Face id. An adapter of peft, in a folder or by
+            id, is merged into the model that it names.
         device: such as `cpu` or `cuda:0`; None is a GPU if there is one.
         dtype: of computed keys and values, such as `bfloat16`; None is the checkpoint's own on a GPU, and float32 on a
             CPU, or bfloat16 if that is measured to be faster; see `models.cpu_weights`.
@@ -234,16 +234,18 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
     if on_cpu and dtype is None:
         bfloat16 = cpu_format == "bfloat16" and weights != "float16"
         torch_dtype = torch.bfloat16 if bfloat16 else torch.float32
-    adapter = name if (base := adapter_base(name)) else None
-    source, options = model_source(name := base or name)
+    adapter, name, fetch = named_adapter(name)
+    source, options = model_source(name)
     gguf = Path(source) / options["gguf_file"] if options else None
     files = _weight_files(source, gguf)
-    model, tokenizer = _load_gguf(name, gguf, torch_dtype) if gguf else _load_source(name, torch_dtype)
+    model, tokenizer = _load_gguf(name, gguf, torch_dtype) if gguf else _load_source(name, torch_dtype, **fetch)
     if adapter is not None:
         from qcfuse_rag.models.adapters import load_adapter
 
         try:
-            model, tokenizer, files = load_adapter(model, adapter), load_tokenizer(adapter), None
+            model, files = load_adapter(model, adapter), None
+            if Path(adapter, OWN_TOKENIZER).is_file():
+                tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
         except QCFuseError:
             raise
         except Exception as error:  # of peft, for whatever is in the folder
@@ -307,10 +309,9 @@ def _load_gguf(name: str, gguf: Path, dtype: Any) -> tuple[PreTrainedModel, PreT
 
 
 def _load_source(
-    name: str, dtype: Any, tokenizer_class: Any = AutoTokenizer
+    name: str, dtype: Any, tokenizer_class: Any = AutoTokenizer, **fetch: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source, options = model_source(name)
-    fetch = fetch_options(source)
     try:
         with _LOAD_LOCK, cached_gguf_header() if options else nullcontext():
             _refuse_endless(name, PreTrainedConfig.get_config_dict(source, **options, **fetch)[0])
@@ -359,10 +360,9 @@ def _check_device(device: str) -> None:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load only the tokenizer of a model; raise `ModelNotFound` if it cannot be read or fetched."""
-    source, options = model_source(name)
-    if adapter_base(name) and Path(name, "tokenizer.json").expanduser().is_file():  # it was trained with its own
-        source, options = str(Path(name).expanduser()), {}
-    fetch = fetch_options(source)
+    adapter, name, fetch = named_adapter(name)
+    own = adapter is not None and Path(adapter, OWN_TOKENIZER).is_file()
+    source, options = (adapter, {}) if own else model_source(name)
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options, **fetch)
     except Exception as error:  # a broken file makes its parser raise anything

@@ -24,13 +24,12 @@ LFS_POINTER = b"version https://git-lfs."
 
 
 def model_source(name: str) -> tuple[str, dict[str, Any]]:
-    """Return the name or path that transformers loads from, and the options for it; for an adapter its base model's.
+    """Return the name or path that transformers loads from, and the options for it.
 
     Raises:
         ModelNotFound: if a file or folder is named that does not exist or holds no model.
-        UnsupportedModel: if the file is a part of a model; see also `adapter_base`.
+        UnsupportedModel: if the file is a part of a model.
     """
-    name = adapter_base(name) or name
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         if not path.is_file():
@@ -45,6 +44,22 @@ def model_source(name: str) -> tuple[str, dict[str, Any]]:
     return name, {}
 
 
+def named_adapter(name: str) -> tuple[str | None, str, dict[str, Any]]:
+    """Return the folder of the peft adapter that is named or None, its base model or the model, and how to fetch that.
+
+    An adapter that a Hugging Face id names is fetched, unless it is in the hub's cache. Errors: see `adapter_base`.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    (folder, gguf), fetch = model_source(name), fetch_options(name)
+    if not Path(folder).exists() and snapshot_folder(name) is None:
+        with suppress(Exception):  # a model, no id, or no hub that answers: loading a model of that name says which
+            hf_hub_download(name, ADAPTER_CONFIG, **fetch)
+            folder = snapshot_download(name, allow_patterns=["adapter_*", "*.json", "*.jinja"], **fetch)
+    base = None if gguf else adapter_base(folder)
+    return (None, name, fetch) if base is None else (folder, base, fetch_options(base))
+
+
 def adapter_base(name: str) -> str | None:
     """Return the name of the base model if a folder with a peft adapter is named, else None.
 
@@ -56,6 +71,8 @@ def adapter_base(name: str) -> str | None:
         return None
     if any(config.parent.glob("model*.safetensors")):
         raise UnsupportedModel(f"{name} has a model and an adapter: move one of them to another folder")
+    if not any(config.parent.glob("adapter_model.*")):
+        raise ModelNotFound(f"the adapter in {name} has no adapter_model.safetensors: fetch or save it again")
     try:
         base = str(Path(found := json.loads(config.read_text("utf-8"))["base_model_name_or_path"]).expanduser())
     except (ValueError, LookupError, TypeError) as error:

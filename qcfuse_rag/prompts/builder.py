@@ -50,8 +50,10 @@ class PromptTokenizer:
     half a kilobyte of memory. Without a window there is no bound.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None = None) -> None:
-        self._tokenizer, self._context_tokens = tokenizer, context_tokens
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplate, context_tokens: int | None = None
+    ) -> None:
+        self._tokenizer, self._chat_template, self._context_tokens = tokenizer, chat_template, context_tokens
 
     @cached_property
     def longest_token(self) -> int:
@@ -126,7 +128,7 @@ class PromptTokenizer:
 
     @cached_property
     def _without_special(self) -> Tokenizer:
-        return tokenizer_copy(self._tokenizer, split=ChatTemplate(self._tokenizer).control_tokens)
+        return tokenizer_copy(self._tokenizer, split=self._chat_template.control_tokens)
 
 
 class PromptBuilder:
@@ -147,10 +149,10 @@ class PromptBuilder:
         shared: PromptBuilder | None = None,
     ) -> None:
         self.tokenizer, self.template = tokenizer, template
-        self.tokens: PromptTokenizer = shared.tokens if shared else PromptTokenizer(tokenizer, context_tokens)
-        self.chat_template: ChatTemplate = (
-            shared.chat_template if shared else ChatTemplate(tokenizer, template.chat_template_kwargs)
-        )
+        self.chat_template: ChatTemplate
+        self.chat_template = shared.chat_template if shared else ChatTemplate(tokenizer, template.chat_template_kwargs)
+        self.tokens: PromptTokenizer
+        self.tokens = shared.tokens if shared else PromptTokenizer(tokenizer, self.chat_template, context_tokens)
 
     def with_kwargs(self, chat_template_kwargs: Mapping[str, Any] | None) -> PromptBuilder:
         """Return the builder for a request that sets variables of the chat template, over those of the wording."""

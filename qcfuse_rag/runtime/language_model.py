@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
     from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
+
+
+_LINKING = threading.Lock()  # `cached_property` has none since Python 3.12
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +176,8 @@ class LanguageModel:
 
     def transfer(self) -> HostToDevice | None:
         """Return the link by which chunks reach the model's device; None if placement copies them itself."""
-        return self._link if kernels_available(self.device, self.dtype, self.widest_head) else None
+        with _LINKING:
+            return self._link if kernels_available(self.device, self.dtype, self.widest_head) else None
 
     @cached_property
     def _link(self) -> HostToDevice:

@@ -187,7 +187,7 @@ class EngineBackend:
             others: list[RequestHandle] = []
             for number in range(1, request.answer_count):
                 params = replace(first.params, seed=next_seed(first.params.seed, number))
-                others.append(await self._queue(partial(_same_prompt, first.prompt, params), first.method))
+                others.append(await self._queue(partial(lambda *made: made[:2], first.prompt, params), first.method))
                 started.append(others[-1])
             for other in others:
                 yield other
@@ -299,10 +299,6 @@ class EngineBackend:
 def next_seed(seed: int | None, number: int) -> int | None:
     """Return the seed `number` places after `seed`, in 64 bits with a sign; None if there is none."""
     return None if seed is None else (seed + number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _same_prompt(prompt: Prompt, params: SamplingParams, _: FusionEngine) -> tuple[Prompt, SamplingParams]:
-    return prompt, params
 
 
 def _unknown_passages(

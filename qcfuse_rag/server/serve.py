@@ -21,6 +21,7 @@ from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.library.folder import index_folder, library_of
 from qcfuse_rag.library.index import METADATA
 from qcfuse_rag.library.jobs import forget_source, job_lock
+from qcfuse_rag.library.retriever import Retriever
 from qcfuse_rag.library.settings import embedder_name
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
@@ -40,11 +41,21 @@ SPARE_CONNECTIONS = 512
 class LibraryServer:
     """Answers over the folder of a library or a store with one engine, which the caller closes."""
 
-    def __init__(self, engine: FusionEngine, folder: Path, settings: ServerSettings) -> None:
-        self._folder = folder
+    def __init__(
+        self, engine: FusionEngine, folder: Path, settings: ServerSettings, opened: Retriever | None = None
+    ) -> None:
+        self._library = None if opened is None else library_of(folder)
         self._engine, self._max_requests = engine, settings.waiting + SchedulerSettings().active
         handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=self._max_requests))
-        library = _served_library(engine, folder, settings) if has_passages(folder) else None
+        library = None
+        if opened is not None and self._library is not None:
+            options: dict[str, Any] = {
+                "count": settings.top_k,
+                "rerank": settings.rerank,
+                "editable": settings.editable,
+            }
+            library = ServedLibrary(opened, engine, **options, changing=partial(job_lock, self._library))
+            library.forget_listeners.append(partial(forget_source, self._library))
         backend = EngineBackend(
             handle,
             settings.served_name(engine.lm.name),
@@ -80,19 +91,19 @@ class LibraryServer:
         """Serve until the process is interrupted or terminated, then finish the requests in progress."""
         # uvicorn raises the signal that stopped it again, which would end this process before the store is closed.
         previous_handler = signal.signal(signal.SIGTERM, lambda *_: None)
-        library = library_of(self._folder)
-        local = local_socket.listen(library) if has_passages(self._folder) else None
+        local = None if self._library is None else local_socket.listen(self._library)
         with suppress(KeyboardInterrupt):
             sockets = [listener] if local is None else [listener, local]
             make_server(self._app, max_requests=self._max_requests).run(sockets=sockets)
-        if local is not None:
-            (library / local_socket.NAME).unlink(missing_ok=True)
+        if self._library is not None and local is not None:
+            (self._library / local_socket.NAME).unlink(missing_ok=True)
         signal.signal(signal.SIGTERM, previous_handler)
 
 
-def has_passages(folder: Path) -> bool:
-    """Return whether there is a library with passages round a store, given the folder of either."""
-    return (index_folder(library_of(folder)) / METADATA).is_file()
+def open_passages(folder: Path, embedder: str | None) -> Retriever | None:
+    """Open the passages of the library round a store, given the folder of either; None if it has none."""
+    passages = index_folder(library_of(folder))
+    return Retriever(passages, embedder_name(embedder)) if (passages / METADATA).is_file() else None
 
 
 def make_server(
@@ -146,21 +157,6 @@ def make_server(
 def _close(library: ServedLibrary, backend: EngineBackend) -> None:
     library.close()
     backend.close()
-
-
-def _served_library(engine: FusionEngine, folder: Path, settings: ServerSettings) -> ServedLibrary:
-    library = library_of(folder)
-    served = ServedLibrary(
-        index_folder(library),
-        engine,
-        count=settings.top_k,
-        rerank=settings.rerank,
-        embedder=embedder_name(settings.embedder),
-        editable=settings.editable,
-        changing=partial(job_lock, library),
-    )
-    served.forget_listeners.append(partial(forget_source, library))
-    return served
 
 
 def _metrics(engine: FusionEngine) -> Callable[[], bytes] | None:

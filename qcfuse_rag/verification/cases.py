@@ -140,7 +140,7 @@ def generate(
     Raises:
         QCFuseError: if the needles alone exceed the target length; it names a length that fits every question.
     """
-    sentences = [sentence for text in haystack for sentence in _split_sentences(text)]
+    sentences = [part for text in haystack for part in re.split(r"(?<=[.!?])\s+", " ".join(text.split())) if part]
     cases: list[Case] = []
     required_tokens = 0
     for number in range(size):
@@ -158,10 +158,6 @@ def generate(
             f"{required_tokens}; give at least that length"
         )
     return cases
-
-
-def _split_sentences(text: str) -> list[str]:
-    return [part for part in re.split(r"(?<=[.!?])\s+", " ".join(text.split())) if part]
 
 
 def _passages_of(units: Sequence[str], separator: str, most_tokens: int, count: Count) -> tuple[str, ...]:

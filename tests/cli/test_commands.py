@@ -19,10 +19,11 @@ from transformers import PreTrainedTokenizerFast
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from qcfuse_rag import METHODS, FusionEngine
+from qcfuse_rag import METHODS, FusionEngine, LanguageModel
 from qcfuse_rag.cli.app import app
 from qcfuse_rag.cli.options import expand_options
 from qcfuse_rag.library.folder import open_library_store
+from qcfuse_rag.library.jobs import RECORD_NAME
 from tests.support.cases import cases
 from tests.support.cli import Run
 from tests.support.engines import METHOD_OPTIONS
@@ -98,6 +99,32 @@ def test_ask_warms_the_documents_that_it_is_given(
         assert (code, answer["report"]["fallback"], len(answer["documents"])) == (0, None, 3)
         status = json.loads(run("warm", "status", "--json")[1])
         assert (status["state"], status["summary"]["warmed"]) == ("finished", warmed)
+
+
+def test_ask_loads_the_model_once_and_leaves_an_unfinished_job_to_be_resumed(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "4.txt").write_text("A fourth document, about lanterns.")
+    options = ("--model", model_folder, "--device", "cpu")
+    run.json("warm", "run", tmp_path / "more", *options, "--base", "framed")
+    loads, load = list[str](), LanguageModel.load
+    monkeypatch.setattr(LanguageModel, "load", lambda name, **options: loads.append(name) or load(name, **options))
+    record = tmp_path / "library" / RECORD_NAME
+    for state, now in (("finished", documents), ("interrupted", "more"), ("failed", "more"), ("running", "more")):
+        about = json.loads(record.read_text())
+        about |= {
+            "state": state,
+            "pid": 2**22 + 1,
+            "arguments": about["arguments"] | {"paths": [str(tmp_path / "more")]},
+        }
+        record.write_text(json.dumps(about))
+        assert len(run.json("ask", "Who?", "--documents", documents, "--max-new-tokens", 1)["documents"]) == 4
+        assert json.loads(record.read_text())["arguments"]["paths"] == [str(tmp_path / now)], state
+    assert len(loads) == 4
+    assert run.json("warm", "status")["state"] == "killed"
+    assert run.json("warm", "resume")["present"] == 1
 
 
 def test_methods_lists_all_with_their_papers(run: Run) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from qcfuse_rag import LanguageModel, QCFuseError
 from qcfuse_rag.bundled import default_embedder
 from qcfuse_rag.library.index import METADATA
 from qcfuse_rag.library.jobs import RECORD_NAME
@@ -99,6 +100,38 @@ def test_the_embedder_is_the_one_that_the_user_names_and_never_one_that_a_file_n
     (library / RECORD_NAME).write_text(json.dumps(record))
     code, _, err = run("warm", "resume", "--store", library, "--embedder", own)
     assert (code, "the last job had --ray ray://attacker.example:10001" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("embedder", "reason"),
+    [
+        ("BROKEN", "cannot load the embedding model '"),
+        ("other/embedder", "embedded with 'all-MiniLM-L6-v2', not 'other/embedder'"),
+        (None, "the model begins to load"),
+    ],
+)
+def test_an_embedder_that_cannot_be_used_is_refused_before_the_model_is_loaded(
+    run: Run,
+    library: Path,
+    corpus_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    embedder: str | None,
+    reason: str,
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise QCFuseError("the model begins to load")
+
+    monkeypatch.setattr(LanguageModel, "load", load)
+    about = library / "passages" / METADATA
+    if embedder == "BROKEN":
+        (tmp_path / "broken").mkdir()
+        embedder = str(tmp_path / "broken")
+        about.write_text(json.dumps(json.loads(about.read_text()) | {"embedder": embedder}))
+    named = ("--embedder", embedder) if embedder else ()
+    for command in (("warm", "run", corpus_file), *([("serve",)] * (embedder is not None))):
+        code, _, err = run(*command, "--store", library, *named)
+        assert (code, reason in err) == (1, True), err
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
+from qcfuse_rag.models.load import load_tokenizer
 from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.families import build_model
@@ -233,3 +236,47 @@ def test_models_check_says_which_model_an_adapter_is_merged_into(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(QCFuseError, match=r"run `pip install 'qcfuse-rag\[adapters\]'`"):
         LanguageModel.load(folder, device="cpu")
+
+
+def in_hub_cache(folder: str, cache: Path) -> Path:
+    """Put an adapter where huggingface_hub keeps `some/adapter`, and return its snapshot."""
+    snapshot = cache / "models--some--adapter" / "snapshots" / "abc"
+    shutil.copytree(folder, snapshot)
+    (cache / "models--some--adapter" / "refs").mkdir()
+    (cache / "models--some--adapter" / "refs" / "main").write_text("abc")
+    return snapshot
+
+
+def test_an_adapter_is_found_by_its_id_in_the_hubs_cache(
+    run: Run, save: Callable[..., tuple[Any, str]], model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = save()
+    snapshot, read = in_hub_cache(folder, tmp_path / "hub"), list[str]()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, *a, **b: read.append(path.name) or read_text(path, *a, **b))
+    lm = LanguageModel.load("some/adapter", device="cpu", dtype="float32")
+    assert read.count("adapter_config.json") == 1
+    assert (lm.name, lm.fingerprint) == (
+        "some/adapter",
+        LanguageModel.load(folder, device="cpu", dtype="float32").fingerprint,
+    )
+    assert load_tokenizer("some/adapter").get_vocab() == load_tokenizer(model_folder).get_vocab()
+    code, out, _ = run("models", "check", "some/adapter", "--device", "cpu")
+    assert (code, f"adapter: merged into the weights of {model_folder}" in out.replace("\n", "")) == (0, True), out
+    (snapshot / "adapter_model.safetensors").unlink()
+    with pytest.raises(
+        ModelNotFound, match=r"the adapter in .*some--adapter.* has no adapter_model.safetensors: fetch"
+    ):
+        LanguageModel.load("some/adapter", device="cpu")
+
+
+def test_an_id_that_is_not_in_the_cache_is_one_clear_error_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for load in (LanguageModel.load, load_tokenizer):
+        with pytest.raises(ModelNotFound, match="cannot load 'some/adapter': ") as raised:
+            load("some/adapter")
+        assert "\n" not in str(raised.value)

@@ -64,6 +64,18 @@ def test_a_request_with_variables_shares_what_the_tokenizer_took_long_for(builde
     assert builder.with_kwargs(CHANGES_END).tokens is builder.tokens
 
 
+def test_a_template_is_tried_once_for_all_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[object]()
+    monkeypatch.setattr("qcfuse_rag.prompts.chat_template._refuse_endless", tried.append)
+    builder = PromptBuilder(thinking_tokenizer(), PromptTemplate())
+    assert builder.build(QUESTION, PASSAGES).ids
+    assert builder.chunk_ids(PASSAGES[0])
+    assert builder.with_kwargs(CHANGES_END).build(QUESTION, PASSAGES).ids
+    assert len(tried) == 1
+    assert PromptBuilder(thinking_tokenizer(), PromptTemplate()).chunk_ids(PASSAGES[0])
+    assert len(tried) == 2
+
+
 @pytest.mark.parametrize(
     "name",
     ["messages", "tools", "add_generation_prompt", "date_string", "strftime_now", "bos_token", "tokenize", "documents"],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -36,3 +40,25 @@ def test_copies_are_whole_when_they_return() -> None:
 def test_an_apple_gpu_that_is_not_there_is_one_clear_error() -> None:
     with pytest.raises(QCFuseError, match="no device 'mps' here: this torch or machine has no Apple GPU"):
         LanguageModel.load(default_model(), device="mps")
+
+
+def test_threads_that_ask_at_once_share_one_link(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, waiting = list[torch.device](), threading.Barrier(4)
+
+    def make(device: torch.device) -> object:
+        made.append(device)
+        time.sleep(0.05)
+        return object()
+
+    def ask(lm: LanguageModel) -> object:
+        waiting.wait()
+        return lm.transfer()
+
+    lm, other = replace(llama), replace(llama)
+    assert lm.transfer() is None
+    monkeypatch.setattr("qcfuse_rag.runtime.language_model.kernels_available", lambda *_: True)
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.host_to_device.HostToDevice", make)
+    with ThreadPoolExecutor(4) as threads:
+        links = list(threads.map(ask, [lm] * 4))
+    assert (len({*map(id, links)}), made) == (1, [lm.device])
+    assert other.transfer() is not links[0]

@@ -19,6 +19,7 @@ from qcfuse_rag import FusionEngine
 from qcfuse_rag.library.documents import EMBEDDED_AT_ONCE, ServedLibrary
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
+from qcfuse_rag.library.retriever import Retriever
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
 from qcfuse_rag.server.embeddings import MAX_TEXTS
@@ -38,7 +39,7 @@ def library(tmp_path: Path, engine: FusionEngine, embedder: Embedder) -> ServedL
     index = PassageIndex(DEFAULT_EMBEDDER)
     index.replace({"mill.md": PASSAGES}, embedder(PASSAGES))
     index.save(tmp_path / "passages")
-    return ServedLibrary(tmp_path / "passages", engine)
+    return ServedLibrary(Retriever(tmp_path / "passages"), engine)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.folder import index_folder, open_library_store, open_store_and_sources
 from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
 from qcfuse_rag.server import idle_warming
-from qcfuse_rag.server.serve import LibraryServer, ServerSettings
+from qcfuse_rag.server.serve import LibraryServer, ServerSettings, open_passages
 from qcfuse_rag.store.admin import fsck
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
@@ -170,7 +170,7 @@ class RunningLibrary:
         """`qcfuse serve --retrieve`, with a client that asks again and again."""
         with open_library_store(self.folder) as store, open_engine(store, self.config) as engine:
             settings = ServerSettings(name="tiny", retrieve=True, editable=True, keep=keep)
-            server = LibraryServer(engine, self.folder, settings)
+            server = LibraryServer(engine, self.folder, settings, open_passages(self.folder, None))
 
             async def asking() -> None:
                 async with client(server._app, host="127.0.0.1") as http:
@@ -225,7 +225,9 @@ class RunningLibrary:
                     raise
         elif way == "server":
             with open_library_store(self.folder) as store, open_engine(store, self.config) as engine:
-                server = LibraryServer(engine, self.folder, ServerSettings(name="tiny", editable=True))
+                server = LibraryServer(
+                    engine, self.folder, ServerSettings(name="tiny", editable=True), open_passages(self.folder, None)
+                )
 
                 async def delete() -> int:
                     async with client(server._app, host="127.0.0.1") as http:

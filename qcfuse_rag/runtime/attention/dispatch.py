@@ -191,7 +191,8 @@ def rows_attention(
     if unsupported:
         raise UnsupportedModel(f"{type(module).__name__} attends by {', '.join(unsupported)}, which is not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    window = _planned_window(fusion, layer) if sliding_window == UNKNOWN_WINDOW else sliding_window
+    planned = None if fusion.windows is None else fusion.windows[layer]
+    window = planned if sliding_window == UNKNOWN_WINDOW else sliding_window
     if isinstance(fusion, BatchPlan):
         options: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "s_aux": s_aux}
         outputs = []
@@ -227,10 +228,6 @@ def rows_attention(
             outputs += _explicit_block(q, k, v, block, params)
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return out.transpose(1, 2).contiguous(), None  # some models call `view` on the result
-
-
-def _planned_window(plan: RowsPlan | BatchPlan | StepPlan | TablePlan, layer: int) -> int | None:
-    return None if plan.windows is None else plan.windows[layer]
 
 
 def _is_plain(params: AttentionParams) -> bool:
