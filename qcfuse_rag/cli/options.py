@@ -183,6 +183,7 @@ class VerifyOptions:
         kl: Maximum mean divergence along answers, in nats.
         agreement: Minimum share of equal answer tokens.
         loss: Maximum share of hidden answers lost.
+        rerank: JSON lines of questions, each with an answer or a source: compare reranking with the retriever instead.
     """
 
     ratio: float | None = None
@@ -192,6 +193,8 @@ class VerifyOptions:
     kl: Annotated[float, Ge(0)] = 0.25
     agreement: Annotated[float, Ge(0), Le(1)] = 0.75
     loss: Annotated[float, Ge(0), Le(1)] = 0.1
+    rerank: Path | None = None
+    embedder: EmbedderName = None
     tenant: Tenant = None
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, print_json, print_line, progress_bar
-from qcfuse_rag.cli.library import open_engine, with_settings
-from qcfuse_rag.cli.options import VerifyOptions
+from qcfuse_rag.cli.library import open_engine, open_session, with_settings
+from qcfuse_rag.cli.options import AskOptions, VerifyOptions
 from qcfuse_rag.engine.config import EngineConfig
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.folder import existing_store_folder, index_folder, open_library_store
-from qcfuse_rag.library.index import METADATA, PassageIndex
+from qcfuse_rag.library.index import METADATA, PassageIndex, embedder_source
+from qcfuse_rag.library.rerank_check import NEAREST, check_reranking, read_questions
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.verification.sweep import VerifyLimits, VerifySettings, verify
@@ -24,6 +27,8 @@ def run_verify(config: EngineConfig, options: VerifyOptions, *, as_json: bool) -
 
     The passages are those of the library, or the demonstration's.
     """
+    if options.rerank is not None:
+        return verify_reranking(config, options, options.rerank, as_json=as_json)
     limits = VerifyLimits(kl=options.kl, agreement=options.agreement, loss=options.loss)
     settings = VerifySettings(size=options.size, tokens=options.tokens, limits=limits)
     folder, library = options.store, None
@@ -49,6 +54,24 @@ def run_verify(config: EngineConfig, options: VerifyOptions, *, as_json: bool) -
         _print_verdict(verdict, saved)
         print_line(f"hidden answers were in prompts of {options.tokens:,} tokens; if yours are longer, use --tokens")
     return verdict.passed
+
+
+def verify_reranking(config: EngineConfig, options: VerifyOptions, path: Path, *, as_json: bool) -> bool:
+    """Compare reranking with the retriever of a library on questions in a file; return whether it is better."""
+    questions = read_questions(path)
+    if options.store is None:
+        raise QCFuseError("--rerank needs a library: name it by --store")
+    asking = AskOptions(embedder=options.embedder, tenant=options.tenant)
+    with open_session(options.store, config, asking) as session, progress_bar("reranking", "questions") as advance:
+        index = session.retriever.index
+        embed = Embedder(embedder_source(index.embedder))
+        found = check_reranking(session.engine, index, embed, questions, advance)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_line(f"{found.found} of {found.questions} questions have a right passage among the nearest {NEAREST}")
+        print_line(found.verdict)
+    return found.passed
 
 
 def _print_verdict(verdict: Verdict, saved: Path | None) -> None:

@@ -92,3 +92,22 @@ def test_what_cannot_be_is_refused(run: Run, model_folder: str, wrong: tuple[str
     code, _, error = run("verify", "--model", model_folder, *wrong)
     assert code in (1, 2)
     assert "Traceback" not in error
+
+
+def test_reranking_is_compared_with_the_retriever_on_questions_of_the_user(
+    run: Run, model_folder: str, documents: Path, tmp_path: Path
+) -> None:
+    store, path = tmp_path / "s", tmp_path / "questions.jsonl"
+    run.json("warm", "run", documents, "--store", store, "--model", model_folder)
+    path.write_text('{"question": "Who keeps the key?", "answer": "nobody else has a key"}\n')
+    asking = ("verify", "--rerank", path, "--store", store, "--model", model_folder)
+    code, out, _ = run(*asking, "--json")
+    found = json.loads(out)
+    assert (found["questions"], found["found"], found["passed"]) == (1, 1, code == 0)
+    code, out, _ = run(*asking)
+    assert (code == 0) is found["passed"]
+    assert out.splitlines()[0] == "1 of 1 questions have a right passage among the nearest 40"
+    assert " ".join(out.splitlines()[1:]) == found["verdict"]
+    assert not (store / "kv" / "verdicts").exists(), "the method is not verified by this"
+    code, _, err = run("verify", "--rerank", path)
+    assert (code, "needs a library" in err) == (1, True)
