@@ -296,11 +296,6 @@ class EntryUsage:
         return replace(self, uses=decayed + count, used=max(now, self.used))
 
 
-def least_recently_used(usage: EntryUsage) -> float:
-    """Rank by the last use."""
-    return usage.used
-
-
 def least_frequently_used(usage: EntryUsage) -> float:
     """Rank by uses; older ones count less."""
     return math.log2(usage.uses) + usage.used / HALF_LIFE_S
@@ -317,7 +312,7 @@ def least_saving(usage: EntryUsage) -> float:
 
 POLICIES: dict[str, Callable[[EntryUsage], float]] = {
     "cost": least_saving,
-    "lru": least_recently_used,
+    "lru": lambda usage: usage.used,
     "lfu": least_frequently_used,
 }
 

@@ -94,4 +94,4 @@ class RedisBlobs:
             return False
 
     def close(self) -> None:
-        self._client.close()
+        self._client.connection_pool.disconnect(inuse_connections=False)  # the others end with their requests

@@ -59,11 +59,12 @@ class BlobStore(Protocol):
         """Rename a blob; return whether there was one."""
 
     def close(self) -> None:
-        """Close connections."""
+        """Close connections, but for those that other threads use; a request after that connects again."""
 
 
 ENDING = ".kv"
 QUARANTINE = "quarantine"
+MOST_THREADS = 64  # requests without an answer, those included that nobody waits for any more
 ANSWER_S, LISTING_S = 20.0, 600.0
 """Most seconds for a whole answer and a whole listing, however slowly it comes; clients' own timeouts are for a packet.
 """
@@ -108,6 +109,7 @@ class RemoteStore(EntryStore):
         super().__init__(cipher)
         self._blobs, self.ttl_s, self._pause_s = blobs, ttl_s, pause_s
         self._failure, self._paused_until = "", 0.0
+        self._threads = threading.Semaphore(MOST_THREADS)
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Write the chunk; it can be read only once all of it is written."""
@@ -219,6 +221,8 @@ class RemoteStore(EntryStore):
     ) -> Result:
         """Send a request in a thread, left alone when the time is over; `undo` takes back what it does then."""
         limit_s, done = limit_s or ANSWER_S, Future[Result]()
+        if not self._threads.acquire(blocking=False):
+            raise TimeoutError(f"{MOST_THREADS} earlier requests have no answer yet")
 
         def work() -> None:
             try:
@@ -231,6 +235,8 @@ class RemoteStore(EntryStore):
             except BaseException as error:
                 with suppress(InvalidStateError):
                     done.set_exception(error)
+            finally:
+                self._threads.release()
 
         threading.Thread(target=work, name="qcfuse-remote", daemon=True).start()
         if not wait([done], limit_s).done:

@@ -353,18 +353,15 @@ class MappedFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise OSError(error.errno, f"{self._path} cannot be read") from error
-            return self._read_again(start, stop)
+            with open(os.open(self._path, OPEN_FLAGS), "rb") as file:
+                file.seek(start)
+                return memoryview(bytearray(file.read(stop - start)))
         return self._view[start:stop]
 
     def _advise(self, advice: int, start: int, stop: int) -> None:
         if _madvise()(self._address + start, stop - start, advice):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-
-    def _read_again(self, start: int, stop: int) -> memoryview:
-        with open(os.open(self._path, OPEN_FLAGS), "rb") as file:
-            file.seek(start)
-            return memoryview(bytearray(file.read(stop - start)))
 
 
 def open_chunk(entry: EntryBytes, cipher: StoreCipher | None = None) -> tuple[ChunkKey, ChunkKV]:

@@ -78,6 +78,26 @@ class TestRemoteThatIsAway:
         assert found == [Miss("remote away cannot be reached: no whole answer in 0.3 s")] * 10
         assert time.monotonic() - started < 10
 
+    def test_there_are_only_so_many_threads_that_nobody_waits_for(
+        self, away: type[Away], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("qcfuse_rag.store.backends.remote.ANSWER_S", 0.05)
+        monkeypatch.setattr("qcfuse_rag.store.backends.remote.MOST_THREADS", 3)
+        store, answered = RemoteStore(FsspecBlobs("away://many/kv"), pause_s=0.0), threading.Event()
+        store.put(example_key(), example_chunk())
+        read, before = store._blobs.read, {*threading.enumerate()}
+        monkeypatch.setattr(store._blobs, "read", lambda name: answered.wait(60) and read(name))
+        late = Miss("remote away cannot be reached: no whole answer in 0.05 s")
+        full = Miss("remote away cannot be reached: 3 earlier requests have no answer yet")
+        assert [store.get(example_key()) for _ in range(5)] == [late, late, late, full, full]
+        waiting = {*threading.enumerate()} - before
+        answered.set()
+        for thread in waiting:
+            thread.join(60)
+        assert len(waiting) == 3
+        monkeypatch.setattr("qcfuse_rag.store.backends.remote.ANSWER_S", 60.0)
+        assert_same(store.get(example_key()), example_chunk())
+
     def test_what_is_written_too_late_does_not_come_back(
         self, away: type[Away], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -6,6 +6,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -107,3 +108,23 @@ def test_a_server_that_does_not_come_to_an_end_is_a_miss_in_time(
             list(store.entries())
         assert not store.health()[0].ok
     assert time.monotonic() - started < 15, "asked once, and then left alone; `health` asks again"
+
+
+def test_a_late_request_closes_no_connection_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qcfuse_rag.store.backends.remote.ANSWER_S", 0.3)
+    connected, connect = list[int](), redis.UnixDomainSocketConnection.connect
+    monkeypatch.setattr(
+        redis.UnixDomainSocketConnection, "connect", lambda connection: connected.append(1) or connect(connection)
+    )
+    with (
+        answering(tmp_path, b"$20\r\n" + bytes(22), first=0, pause_s=0.02) as url,
+        RemoteStore(blobs := RedisBlobs(f"{url}?protocol=2"), pause_s=0.0) as store,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        slow = threads.submit(store._within, lambda: blobs.read("slow"), limit_s=60.0)
+        found = store.open(example_key().address)
+        assert isinstance(found, Miss)
+        assert "no whole answer in 0.3 s" in found.reason
+        assert slow.result() == bytes(20)
+        assert len(connected) == 2, "neither was sent again"
+        assert store._within(lambda: blobs.read("next"), limit_s=60.0) == bytes(20)
