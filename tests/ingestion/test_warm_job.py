@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from array import array
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from qcfuse_rag.methods.fusionrag import ENRICHED
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.codec import entry_bytes
 from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, hash_ids
-from tests.support.engines import METHOD, capture, make_engine, stored_chunk
+from tests.support.engines import capture, make_engine, stored_chunk
 from tests.support.passages import PASSAGES
 
 MANY = [f"{PASSAGES[i % 3]} Number {i}." * (1 + i % 4) for i in range(12)]
@@ -176,33 +173,6 @@ def test_bad_arguments_are_refused_at_once(engine: FusionEngine) -> None:
         engine.warm(MANY[:2], sources=["a"])
     with pytest.raises(ValueError, match="1 priorities for 2 chunks"):
         engine.warm(MANY[:2], priority=[1.0])
-
-
-KILLED = """
-import os, signal, sys
-from qcfuse_rag import FusionEngine, LanguageModel, open_store
-engine = FusionEngine.load(sys.argv[1], store=open_store(sys.argv[2]), device="cpu", check=False)
-def die(done, total):
-    if done * 2 > total:
-        os.kill(os.getpid(), signal.SIGKILL)
-texts = [f"Passage number {i} about boats." for i in range(20)]
-engine.warm(texts, sources=["boats.md"] * 20, batch_tokens=60, progress=die)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_job_continues_where_it_stopped(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = str(tmp_path / "kv")
-    killed = subprocess.run([sys.executable, "-c", KILLED, model_folder, store], check=False, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    with FusionEngine.load(model_folder, store=store, device="cpu", method=METHOD, check=False) as engine:
-        summary = engine.warm([f"Passage number {i} about boats." for i in range(20)])
-        assert 0 < summary.present < 20
-        assert summary.present + summary.warmed == 20
-        engine.forget("boats.md")
-        assert sum(1 for _ in engine.store.entries()) == 1, "the system prefix"
 
 
 def test_entries_of_a_stopped_job_are_deleted_with_their_document(engine: FusionEngine) -> None:

@@ -140,7 +140,9 @@ def test_caches_of_float32_are_hits_for_float16_weights_and_the_answers_are_near
     """The stored caches of a library outlast the choice."""
     store, method = MemoryStore(), make_method("reuse")
     plain, rounded = (
-        FusionEngine(LanguageModel.load(model_folder, device="cpu", weights=weights), store, method=method)
+        FusionEngine(
+            LanguageModel.load(model_folder, device="cpu", dtype="float32", weights=weights), store, method=method
+        )
         for weights in ("model", "float16")
     )
     assert rounded.lm.number_formats == "float32, float16 weights"
