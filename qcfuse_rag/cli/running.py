@@ -62,6 +62,8 @@ def ask_server(question: str, library: Path, options: AskOptions, *, max_new_tok
                 for choice in event["choices"]:
                     yield choice["delta"].get("reasoning_content") or "", choice["delta"].get("content") or ""
                 if "fusion" in event:
+                    if counts := event["fusion"].get("reranking"):
+                        lines.append(f"reranked: {counts['reused']} of {counts['passages']} passages reused")
                     lines.append(summary_line(read_report(event["fusion"])))
 
         print_pieces(pieces())

@@ -85,6 +85,15 @@ def test_the_answer_its_sources_and_its_counts_are_printed(library: Path, capsys
     assert json.loads(server.asked[0].partition(b"\r\n\r\n")[2])["documents"] == "library"
 
 
+@pytest.mark.parametrize(("fields", "shown"), [({"reranking": {"passages": 8, "reused": 7}}, 1), ({}, 0)])
+def test_what_the_server_reranked_is_printed(
+    library: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, object], shown: int
+) -> None:
+    FakeServer(library, response(event(text="In.", fusion={**REPORT, **fields}) + "data: [DONE]\n\n"))
+    assert ask(library)
+    assert capsys.readouterr().err.count("reranked: 7 of 8 passages reused") == shown
+
+
 @pytest.mark.parametrize("status", ["401 Unauthorized", "400 Bad Request", "429 Too Many Requests"])
 def test_a_server_that_refuses_is_not_asked_further(library: Path, status: str) -> None:
     FakeServer(library, response("{}", status))
