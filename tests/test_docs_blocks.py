@@ -25,6 +25,7 @@ import llama_index.llms.qcfuse as llama_qcfuse
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.store.key import FRAMED
 from tests.support.cases import cases
+from tests.support.engines import make_warmed_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.tool_templates import teach
@@ -48,8 +49,7 @@ PAGES = [
 
 
 def core(lm: LanguageModel) -> Names:
-    engine = FusionEngine(lm, MemoryStore(), method=METHOD)
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(lm, method=METHOD)
     return {
         "engine": engine,
         "passages": PASSAGES,

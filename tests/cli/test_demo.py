@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag import FusionEngine, LanguageModel
 from qcfuse_rag.bundled import Question, corpus, demonstration_questions
 from qcfuse_rag.cli.demo import (
     SHOWN,
@@ -20,7 +20,7 @@ from qcfuse_rag.cli.demo import (
     summary_table,
 )
 from qcfuse_rag.cli.options import DemoOptions
-from tests.support.engines import make_engine
+from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 BARB = Question("q", "Who has the <key>?", ("Barb",), ())
@@ -28,9 +28,7 @@ BARB = Question("q", "Who has the <key>?", ("Barb",), ())
 
 @pytest.fixture
 def engine(llama: LanguageModel) -> FusionEngine:
-    engine = make_engine(llama, MemoryStore())
-    engine.warm(PASSAGES)
-    return engine
+    return make_warmed_engine(llama)
 
 
 def pair(engine: FusionEngine, question: Question, full: str, fused: str) -> AnsweredPair:

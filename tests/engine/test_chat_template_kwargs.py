@@ -11,7 +11,7 @@ from qcfuse_rag import FusionEngine, MemoryStore, PromptTemplate, make_method
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.store.key import FRAMED
-from tests.support.engines import make_engine
+from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import plain_forward
 from tests.support.thinking import thinking_model
@@ -22,9 +22,7 @@ METHOD = make_method("qcfuse", ratio=1.0, base=FRAMED)
 @pytest.fixture(scope="module")
 def engine() -> FusionEngine:
     template = PromptTemplate(chat_template_kwargs={"reasoning_effort": "low"})
-    engine = make_engine(thinking_model(), MemoryStore(), template=template)
-    engine.warm(PASSAGES)
-    return engine
+    return make_warmed_engine(thinking_model(), template=template)
 
 
 def hits(engine: FusionEngine, prompt: Prompt) -> int:

@@ -26,7 +26,7 @@ from qcfuse_rag.store.entry.codec import MappedFile, StoredBlocks, open_chunk
 from qcfuse_rag.store.key import BLIND, FRAMED, Base
 from tests.support import references, seams
 from tests.support.cases import cases
-from tests.support.engines import make_engine, stored_chunk
+from tests.support.engines import make_engine, make_warmed_engine, stored_chunk
 from tests.support.passages import PASSAGES, QUESTION
 
 QCFUSE = make_method("qcfuse", ratio=0.3, base=FRAMED)
@@ -174,8 +174,7 @@ def test_a_disk_that_fails_costs_time_and_nothing_else(
     llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DiskStore(tmp_path) as store:
-        engine = make_engine(llama, store)
-        engine.warm(PASSAGES)
+        engine = make_warmed_engine(llama, store)
 
         def broken(path: Path) -> MappedFile:
             raise OSError(5, "Input/output error")
@@ -202,8 +201,7 @@ def test_damage_in_any_block_is_recomputed_reported_and_healed(
 ) -> None:
     """Rows over the damaged chunk are those of full prefill, also if only the last layer shows the damage."""
     with DiskStore(tmp_path) as store:
-        engine = make_engine(llama, store)
-        engine.warm(PASSAGES)
+        engine = make_warmed_engine(llama, store)
         prompt, chosen = engine.prompt(QUESTION, PASSAGES), make_method(method, base=FRAMED)
         sound = engine.prefill(prompt, method=chosen)
         key = FRAMED.key(llama.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids)
@@ -225,8 +223,7 @@ def test_a_damaged_system_prefix_is_recomputed_when_questions_and_when_passages_
     llama: LanguageModel, tmp_path: Path
 ) -> None:
     with DiskStore(tmp_path) as store:
-        engine = make_engine(llama, store)
-        engine.warm(PASSAGES[:1])
+        engine = make_warmed_engine(llama, store, texts=PASSAGES[:1])
         prompt = engine.prompt(QUESTION, PASSAGES[:1])
         key = BLIND.key(llama.fingerprint, prompt.prefix_ids, prompt.prefix_ids)
         damage(store.files.path(key.address), "value.1")
@@ -253,8 +250,7 @@ def test_prompts_built_by_many_threads_are_right(engine: FusionEngine) -> None:
 
 def test_a_question_before_the_passages_chooses_all_the_same(llama: LanguageModel) -> None:
     template = PromptTemplate(messages=(("user", "Question: {question}\n\n{context}Answer:"),))
-    engine = make_engine(llama, MemoryStore(), template=template)
-    engine.warm(PASSAGES, bases=(BLIND,))
+    engine = make_warmed_engine(llama, template=template, bases=(BLIND,))
     prompts = [engine.prompt(question, PASSAGES) for question in ("Who keeps paint?", "When is the council?")]
     chosen = [engine.prefill(prompt, method=make_method("qcfuse", ratio=0.2)).report for prompt in prompts]
     offset = len(prompts[1]) - len(prompts[0])

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import (
     FusionEngine,
     LanguageModel,
-    MemoryStore,
     Prompt,
     SamplingParams,
     Scheduler,
@@ -35,7 +34,7 @@ from qcfuse_rag.runtime.forward import forward_rows, forward_step
 from qcfuse_rag.runtime.graphs import runners as step_graph
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.key import FRAMED
-from tests.support.engines import make_engine
+from tests.support.engines import make_warmed_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -68,8 +67,7 @@ def wait_until(true: Any) -> None:
 
 
 def test_a_step_of_several_requests_is_a_step_of_each(family_name: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    engine = make_engine(LanguageModel.wrap(build_model(family_name), tokenizer), MemoryStore())
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(LanguageModel.wrap(build_model(family_name), tokenizer))
     lm = engine.lm
     given = [engine.prefill(prompt, answer_tokens=2) for prompt in prompts(engine)]
     alone = [engine.prefill(prompt, answer_tokens=2) for prompt in prompts(engine)]
@@ -281,8 +279,7 @@ def test_requests_are_taken_in_turn_with_steps_between_them(
 
 @pytest.mark.parametrize("method", ["full", "qcfuse", "cacheblend"])
 def test_a_prefill_in_parts_is_the_prefill(family: LanguageModel, method: str) -> None:
-    engine = make_engine(family, MemoryStore())
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(family)
     prompt = engine.prompt(QUESTION, PASSAGES)
     chosen = make_method(method) if method == "full" else make_method(method, ratio=0.5, base=FRAMED)
     whole = engine.prefill(prompt, method=chosen)

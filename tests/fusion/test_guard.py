@@ -23,7 +23,7 @@ from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.store.backends.base import EntryInfo
 from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
-from tests.support.engines import loading_first, look_up, make_engine
+from tests.support.engines import loading_first, look_up, make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 FAST = Costs(pass_s=0.01, row_s=0.001, load_s=1e-6)
@@ -137,8 +137,7 @@ def test_measuring_passes_is_no_waiting_for_the_store(llama: LanguageModel, monk
         return replace(FAST, load_s=0.0)
 
     seams.measured_passes(monkeypatch, slow)
-    engine = make_engine(llama, MemoryStore(), load_limit_s=0.5)
-    engine.warm(PASSAGES, bases=(FRAMED,))
+    engine = make_warmed_engine(llama, load_limit_s=0.5, bases=(FRAMED,))
     report = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=guarded()).report
     assert "no answer" not in str(report.fallback)
 
@@ -208,8 +207,7 @@ class Unlisted(MemoryStore):
 
 
 def test_a_store_that_cannot_be_listed_costs_no_answer(llama: LanguageModel) -> None:
-    engine = FusionEngine(llama, Unlisted(), method=guarded())
-    engine.warm(PASSAGES, bases=(FRAMED,))
+    engine = make_warmed_engine(llama, Unlisted(), method=guarded(), bases=(FRAMED,))
     assert measure_loading(llama, engine.store) is None
     assert engine.runner.costs().load_s == 0, "nothing could be timed"
     prompt = engine.prompt(QUESTION, PASSAGES)

@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture
 def engine(main_family: LanguageModel) -> FusionEngine:
-    return make_warmed_engine(main_family)
+    return make_warmed_engine(main_family, bases=(BLIND, FRAMED))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ class TestEveryFamily:
 
     @pytest.fixture
     def engine(self, family: LanguageModel) -> FusionEngine:
-        return make_warmed_engine(family)
+        return make_warmed_engine(family, bases=(BLIND, FRAMED))
 
     @pytest.mark.parametrize("beside_steps", [False, True])
     @pytest.mark.parametrize("rows", cases([1, 7, 64, 1000], 7, 1000))

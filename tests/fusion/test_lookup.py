@@ -16,7 +16,7 @@ from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, ChunkKey
-from tests.support.engines import damaged, look_up, make_engine
+from tests.support.engines import damaged, look_up, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 AUTO = make_method("auto", ratio=0.2, guard=False)
@@ -57,8 +57,7 @@ def store() -> Watched:
 def test_each_passage_is_read_once_whatever_is_stored(
     llama: LanguageModel, store: Watched, method: Method, bases: tuple[object, ...]
 ) -> None:
-    engine = FusionEngine(llama, store, method=method)
-    engine.warm(PASSAGES[:2], bases=bases)
+    engine = make_warmed_engine(llama, store, method=method, texts=PASSAGES[:2], bases=bases)
     store.read.clear()
     report = engine.prefill(engine.prompt(QUESTION, PASSAGES)).report
     if report.base is None:
@@ -79,8 +78,7 @@ def test_the_first_passage_is_read_framed_and_its_primed_entry_stays_on_disk(
 
 
 def test_the_guard_prices_what_is_read(llama: LanguageModel, store: Watched) -> None:
-    engine = FusionEngine(llama, store, method=AUTO)
-    engine.warm(PASSAGES[:2], bases=(FRAMED, PRIMED))
+    engine = make_warmed_engine(llama, store, method=AUTO, texts=PASSAGES[:2], bases=(FRAMED, PRIMED))
     prompt = engine.prompt(QUESTION, PASSAGES)
     plan = plan_lookups(llama, store, prompt, AUTO)
     assert [lookup.candidates[0].base.name for lookup in plan.lookups] == ["blind", "framed", "primed", "primed"]
@@ -91,8 +89,7 @@ def test_the_guard_prices_what_is_read(llama: LanguageModel, store: Watched) -> 
 
 
 def test_an_entry_that_vanishes_after_the_plan_gives_way_to_the_next(llama: LanguageModel, store: Watched) -> None:
-    engine = FusionEngine(llama, store, method=AUTO)
-    engine.warm(PASSAGES, bases=(FRAMED, PRIMED))
+    engine = make_warmed_engine(llama, store, method=AUTO, bases=(FRAMED, PRIMED))
     store.vanishing = {"primed"}
     report = engine.prefill(engine.prompt(QUESTION, PASSAGES)).report
     assert [lookup.note for lookup in report.lookups[1:]] == [None, *["framed instead of primed"] * 2]
@@ -104,8 +101,7 @@ def test_a_damaged_entry_gives_way_to_the_next_with_the_reason(
     llama: LanguageModel, store: Watched, block: str
 ) -> None:
     """The first layer is read before the pass begins, the last one while it runs."""
-    engine = FusionEngine(llama, store, method=AUTO)
-    engine.warm(PASSAGES, bases=(FRAMED, PRIMED))
+    engine = make_warmed_engine(llama, store, method=AUTO, bases=(FRAMED, PRIMED))
     store.read.clear()
     store.broken = {"primed": block}
     report = engine.prefill(engine.prompt(QUESTION, PASSAGES)).report
@@ -121,8 +117,7 @@ def test_a_damaged_entry_gives_way_to_the_next_with_the_reason(
 def test_a_passage_all_of_whose_entries_are_damaged_is_computed_and_says_why(
     llama: LanguageModel, store: Watched
 ) -> None:
-    engine = FusionEngine(llama, store, method=AUTO)
-    engine.warm(PASSAGES, bases=(FRAMED, PRIMED))
+    engine = make_warmed_engine(llama, store, method=AUTO, bases=(FRAMED, PRIMED))
     store.broken = {"primed": "key.1", "framed": "key.1"}
     report = engine.prefill(engine.prompt(QUESTION, PASSAGES)).report
     assert [lookup.hit for lookup in report.lookups] == [True, False, False, False]
@@ -132,8 +127,7 @@ def test_a_passage_all_of_whose_entries_are_damaged_is_computed_and_says_why(
 
 @pytest.mark.parametrize("start", [0, 3])
 def test_a_part_behind_the_system_prefix_is_exact_only_from_its_first_token(llama: LanguageModel, start: int) -> None:
-    engine = make_engine(llama, MemoryStore())
-    engine.warm(PASSAGES[:1], bases=(FRAMED,))
+    engine = make_warmed_engine(llama, texts=PASSAGES[:1], bases=(FRAMED,))
     prefix_ids, ids = engine.prompts.prefix_ids, engine.prompts.chunk_ids(PASSAGES[0])
     segments = (
         Segment(Role.SYSTEM_PREFIX, prefix_ids, ""),

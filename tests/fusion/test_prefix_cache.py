@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, Prompt, SamplingParams, make_method
 from qcfuse_rag.fusion.method import IN_FULL, PrefillEstimate
 from qcfuse_rag.fusion.prefix_cache import CachedSequence, PrefixCache
 from qcfuse_rag.prompts.segments import Role, Segment
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.cost import Costs
-from tests.support.engines import METHOD, make_engine
+from tests.support.engines import METHOD, make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 FULL_PREFILL = make_method("full")
@@ -97,9 +97,7 @@ def test_dropping_covered_sequences_loses_nothing(earlier: list[tuple[Prompt, in
 
 @pytest.fixture
 def keeping(llama: LanguageModel) -> FusionEngine:
-    engine = make_engine(llama, MemoryStore(), prefix_bytes=1 << 30)
-    engine.warm(PASSAGES)
-    return engine
+    return make_warmed_engine(llama, prefix_bytes=1 << 30)
 
 
 def test_the_same_question_again_computes_one_row(keeping: FusionEngine) -> None:
@@ -209,8 +207,7 @@ def test_measuring_reuses_nothing(keeping: FusionEngine) -> None:
 @pytest.mark.slow
 def test_memory_stays_under_the_limit_and_is_not_lost(llama: LanguageModel) -> None:
     limit = 500 * llama.kv_bytes_per_token
-    engine = make_engine(llama, MemoryStore(), prefix_bytes=limit)
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(llama, prefix_bytes=limit)
     for number in range(40):
         engine.generate(engine.prompt(f"Why {number}?", PASSAGES[: number % 4]), PARAMS)
         assert 0 < engine.prefixes.nbytes <= limit

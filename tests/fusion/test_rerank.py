@@ -18,7 +18,7 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, PRIMED, ChunkKey
 from tests.support import references
-from tests.support.engines import damaged
+from tests.support.engines import damaged, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 REUSE = make_method("reuse", base=FRAMED)
@@ -36,8 +36,7 @@ def reference(engine: FusionEngine, text: str) -> float:
 
 @pytest.mark.parametrize("warmed", [len(PASSAGES), 1, 0], ids=["stored", "one stored", "none stored"])
 def test_scores_are_those_of_a_plain_forward_whatever_is_stored(family: LanguageModel, warmed: int) -> None:
-    engine = FusionEngine(family, MemoryStore(), method=REUSE)
-    engine.warm(PASSAGES[:warmed])
+    engine = make_warmed_engine(family, method=REUSE, texts=PASSAGES[:warmed])
     found = engine.rerank(QUESTION, PASSAGES)
     expected = [reference(engine, text) for text in PASSAGES]
     assert found.scores == pytest.approx(expected, abs=1e-4)
@@ -50,8 +49,7 @@ def test_scores_are_those_of_a_plain_forward_whatever_is_stored(family: Language
 
 
 def test_only_the_questions_rows_are_computed_for_stored_passages(llama: LanguageModel) -> None:
-    engine = FusionEngine(llama, MemoryStore(), method=REUSE)
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(llama, method=REUSE)
     found = engine.rerank(QUESTION, PASSAGES * 20, top_k=3)
     assert len(found.order) == 3
     assert 2 * found.rows < found.prompt_tokens
@@ -79,8 +77,7 @@ def test_the_bytes_of_a_pass_are_bounded(
 
 
 def test_retrieved_scores_count_as_much(llama: LanguageModel) -> None:
-    engine = FusionEngine(llama, MemoryStore(), method=REUSE)
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(llama, method=REUSE)
     plain = engine.rerank(QUESTION, PASSAGES)
     worst = plain.order[-1]
     liked = engine.rerank(QUESTION, PASSAGES, retrieved=[float(index == worst) for index in range(len(PASSAGES))])
@@ -123,8 +120,7 @@ def test_a_store_that_hangs_is_said_to_have_no_passage(llama: LanguageModel, met
             return super().get(key)
 
     store = Hanging()
-    engine = FusionEngine(llama, store, method=method, load_limit_s=0.2)
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(llama, store, method=method, load_limit_s=0.2)
     store.hangs = True
     found = engine.rerank(QUESTION, PASSAGES)
     assert found.likelihoods == pytest.approx([reference(engine, text) for text in PASSAGES], abs=1e-4)
@@ -138,8 +134,7 @@ def test_damaged_caches_are_computed_anew(llama: LanguageModel) -> None:
             found = super().get(key)
             return damaged(found, "value.1") if isinstance(found, ChunkKV) and key.base == FRAMED.name else found
 
-    engine = FusionEngine(llama, Broken(), method=REUSE)
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(llama, Broken(), method=REUSE)
     found = engine.rerank(QUESTION, PASSAGES)
     assert found.scores == pytest.approx([reference(engine, text) for text in PASSAGES], abs=1e-4)
     assert not any(lookup.hit for lookup in found.lookups)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, Generation, LanguageModel, Prompt, SamplingParams, make_method
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.generation import decoding
 from qcfuse_rag.generation.decoding import DRAFT_TOKENS, HealingReport
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.key import FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support import references
 from tests.support.cases import cases
-from tests.support.engines import make_engine, make_warmed_engine
+from tests.support.engines import make_warmed_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -32,7 +32,7 @@ GRAMMAR = SamplingParams(max_new_tokens=12, grammar='start: /[a-m ]{4,9}/ "."')
 
 @pytest.fixture
 def engine(main_family: LanguageModel) -> FusionEngine:
-    return make_warmed_engine(main_family)
+    return make_warmed_engine(main_family, bases=(BLIND, FRAMED))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def same(answer: Generation, plain: Generation) -> bool:
 class TestEveryFamily:
     @pytest.fixture
     def engine(self, family: LanguageModel) -> FusionEngine:
-        return make_warmed_engine(family)
+        return make_warmed_engine(family, bases=(BLIND, FRAMED))
 
     def test_the_answer_is_the_models_own_greedy_continuation(self, engine: FusionEngine, prompt: Prompt) -> None:
         ids = references.greedy_continuation(engine.lm, prompt.ids, LENGTH)
@@ -183,8 +183,7 @@ def test_fast_reports_no_healing_and_all_reports_are_plain_data(engine: FusionEn
 def test_a_store_that_hangs_costs_its_limit_and_the_answer_is_exact(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(LanguageModel.wrap(build_model("llama"), tokenizer), MemoryStore(), load_limit_s=0.3)
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(LanguageModel.wrap(build_model("llama"), tokenizer), load_limit_s=0.3)
     prompt, released = engine.prompt(QUESTION, PASSAGES), threading.Event()
     expected = engine.generate(prompt, GREEDY, method=FULL)
     monkeypatch.setattr(engine.store, "get", lambda key: Miss("late" if released.wait(60) else "never"))

@@ -19,6 +19,7 @@ from qcfuse_rag.generation.completion import (
     token_bytes,
     token_logprob,
 )
+from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support import references
 from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.families import byte_fallback_tokenizer
@@ -31,7 +32,7 @@ PARAMS = SamplingParams(max_new_tokens=20, logprobs=COUNT)
 
 @pytest.fixture
 def engine(llama: LanguageModel) -> FusionEngine:
-    return make_warmed_engine(llama)
+    return make_warmed_engine(llama, bases=(BLIND, FRAMED))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 from qcfuse_rag import FusionEngine, LanguageModel, SamplingParams
 from qcfuse_rag.engine.scheduler import Scheduler
 from qcfuse_rag.generation.decoding import CREDIT, SAVED, PromptLookup, prompt_lookup
+from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -23,7 +24,7 @@ COST = 0.1
 
 @pytest.fixture
 def engine(main_family: LanguageModel) -> FusionEngine:
-    return make_warmed_engine(main_family)
+    return make_warmed_engine(main_family, bases=(BLIND, FRAMED))
 
 
 class TestCandidates:

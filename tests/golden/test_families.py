@@ -16,7 +16,7 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.store.key import BLIND, FRAMED, Base
 from qcfuse_rag.verification.exactness import check_exact, naive_concatenation, stock_attention
 from tests.support import references
-from tests.support.engines import make_engine
+from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import error
 
@@ -39,16 +39,10 @@ def poison() -> Iterator[None]:
         yield
 
 
-def warm_engine(lm: LanguageModel) -> FusionEngine:
-    engine = make_engine(lm, MemoryStore())
-    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
-    return engine
-
-
 @pytest.fixture(scope="module")
 def warmed(family: LanguageModel) -> FusionEngine:
     """Return an engine with stored passages, for tests that only read them."""
-    return warm_engine(family)
+    return make_warmed_engine(family, bases=(BLIND, FRAMED))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +100,7 @@ def test_changing_a_token_leaves_every_earlier_row_unchanged(
     family: LanguageModel, prompt: Prompt, method: Method
 ) -> None:
     """The mask bug of sparse prefill: rows that see later tokens."""
-    engine, last = warm_engine(family), prompt.chunks[-1]
+    engine, last = make_warmed_engine(family, bases=(BLIND, FRAMED)), prompt.chunks[-1]
     at = last.start + len(last) // 2
     other_ids = list(last.segment.ids)
     other_ids[at - last.start] = (other_ids[at - last.start] + 1) % 300 + 3

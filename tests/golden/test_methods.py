@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qcfuse_rag import METHODS, FusionEngine, LanguageModel, MemoryStore, Method, Prompt, make_method
+from qcfuse_rag import METHODS, FusionEngine, LanguageModel, Method, Prompt, make_method
 from qcfuse_rag.fusion.selectors import SelectNone
 from qcfuse_rag.methods.epic import BEGUN
 from qcfuse_rag.methods.fusionrag import ENRICHED
 from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, Base
 from tests.support import references
-from tests.support.engines import capture, make_engine
+from tests.support.engines import capture, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import error
 
@@ -38,8 +38,7 @@ def fused(name: str, **options: object) -> Method:
 
 def warm_all_kinds(family: LanguageModel) -> FusionEngine:
     """Return an engine over caches of every kind."""
-    engine = make_engine(family, MemoryStore())
-    engine.warm(PASSAGES, bases=(BLIND, FRAMED, PRIMED, BEGUN, ENRICHED))
+    engine = make_warmed_engine(family, bases=(BLIND, FRAMED, PRIMED, BEGUN, ENRICHED))
     capture(
         engine,
         [PASSAGES, [PASSAGES[2], PASSAGES[0], PASSAGES[1]]],

@@ -21,7 +21,7 @@ from qcfuse_rag.prompts.template import Turn
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.key import BLIND, FRAMED
-from tests.support.engines import METHOD, make_engine
+from tests.support.engines import METHOD, make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 FULL_PREFILL = make_method("full")
@@ -32,8 +32,7 @@ TURNS = 10
 def make_pair(lm: LanguageModel, method: Method, prefix_bytes: int = 1 << 30) -> tuple[FusionEngine, FusionEngine]:
     """Return an engine that keeps finished requests, and one that does not, over the same passages."""
     store = MemoryStore()
-    keeping = make_engine(lm, store, method=method, prefix_bytes=prefix_bytes)
-    keeping.warm(PASSAGES, bases=(BLIND, FRAMED))
+    keeping = make_warmed_engine(lm, store, method=method, prefix_bytes=prefix_bytes, bases=(BLIND, FRAMED))
     return keeping, make_engine(lm, store, method=method)
 
 

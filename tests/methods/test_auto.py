@@ -17,7 +17,7 @@ from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS, primer_ids
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.key import FRAMED, PRIMED
 from tests.support import references
-from tests.support.engines import placed, stored_chunk
+from tests.support.engines import make_warmed_engine, placed, stored_chunk
 from tests.support.passages import PASSAGES, QUESTION
 
 UNGUARDED, REUSE = make_method("auto", ratio=0.2, guard=False), make_method("reuse", base=FRAMED)
@@ -25,9 +25,7 @@ UNGUARDED, REUSE = make_method("auto", ratio=0.2, guard=False), make_method("reu
 
 @pytest.fixture
 def warmed(llama: LanguageModel) -> FusionEngine:
-    engine = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
-    engine.warm(PASSAGES)
-    return engine
+    return make_warmed_engine(llama, method=UNGUARDED)
 
 
 # --- primed caches
@@ -44,8 +42,7 @@ def test_a_primed_chunk_is_prefilled_behind_system_prefix_and_primer(warmed: Fus
 
 
 def test_a_primed_chunk_does_not_depend_on_other_entries(llama: LanguageModel, warmed: FusionEngine) -> None:
-    alone = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
-    alone.warm(PASSAGES[2:])
+    alone = make_warmed_engine(llama, method=UNGUARDED, texts=PASSAGES[2:])
     first, second = (stored_chunk(engine, PASSAGES[2], PRIMED) for engine in (alone, warmed))
     references.assert_same_layers(first, second, 1e-5)
 
@@ -117,8 +114,7 @@ def test_one_passage_is_answered_as_full_prefill_would(warmed: FusionEngine) -> 
 
 
 def test_a_passage_not_primed_yet_is_taken_framed_and_one_not_stored_is_computed(llama: LanguageModel) -> None:
-    engine = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
-    engine.warm(PASSAGES[:2], bases=(FRAMED,))
+    engine = make_warmed_engine(llama, method=UNGUARDED, texts=PASSAGES[:2], bases=(FRAMED,))
     report = engine.prefill(engine.prompt(QUESTION, PASSAGES)).report
     assert [lookup.note for lookup in report.lookups[1:]] == [None, "framed instead of primed", None]
     assert [lookup.hit for lookup in report.lookups[1:]] == [True, True, False]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, Prompt, make_method
 from qcfuse_rag.methods.cachecraft import ClosestVariant, FocusedChunks
 from qcfuse_rag.methods.captures.attention import captured_overlap, expected_overhead, worth_by_savings
 from qcfuse_rag.methods.captures.slots import context_of, fact
@@ -18,7 +18,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, ChunkKey, hash_ids
 from qcfuse_rag.store.testing import example_chunk
 from tests.support import references
-from tests.support.engines import capture, chunk_lookups, make_engine, slots_of
+from tests.support.engines import capture, chunk_lookups, make_warmed_engine, slots_of
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import error
 
@@ -133,8 +133,7 @@ def test_each_passage_recomputes_as_many_tokens_as_it_demands_by_stored_attentio
 
 
 def test_passages_in_their_captured_context_are_exact(family: LanguageModel) -> None:
-    engine = make_engine(family, MemoryStore())
-    engine.warm(PASSAGES, bases=(FRAMED,))
+    engine = make_warmed_engine(family, bases=(FRAMED,))
     capture(engine, [PASSAGES, [C, A]])
     prompt = engine.prompt("What else?", PASSAGES)
     done = engine.prefill(prompt, method=make_method("cachecraft"))

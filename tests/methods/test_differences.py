@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, Prompt, make_method
 from qcfuse_rag.fusion.report import Lookup
 from qcfuse_rag.methods.captures.slots import (
     Slot,
@@ -26,7 +26,7 @@ from qcfuse_rag.store.chunk import to_format
 from qcfuse_rag.store.key import FRAMED, hash_ids
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
 from tests.support import references
-from tests.support.engines import capture, chunk_lookups, damaged, make_engine, slots_of
+from tests.support.engines import capture, chunk_lookups, damaged, make_warmed_engine, slots_of
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import error
 
@@ -109,8 +109,7 @@ def test_a_sum_equals_the_sum_of_its_parts_whole_and_in_ranges_in_every_number_f
 
 
 def test_a_patch_of_full_rank_in_its_own_context_is_full_prefill(family: LanguageModel) -> None:
-    engine = make_engine(family, MemoryStore())
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(family)
     capture(engine, [PASSAGES], keep=("patch",), rank=64)
     prompt = engine.prompt(QUESTION, PASSAGES)
     logits, table = references.plain_forward(family, prompt.ids)
@@ -221,8 +220,7 @@ def two_anchors(engine: FusionEngine) -> FusionEngine:
 
 
 def test_the_difference_of_the_same_context_gives_full_prefill(family: LanguageModel) -> None:
-    engine = make_engine(family, MemoryStore())
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(family)
     capture(engine, [PASSAGES, [PASSAGES[0], PASSAGES[2]]], keep=("difference",))
     prompt = engine.prompt(QUESTION, PASSAGES)
     logits, table = references.plain_forward(family, prompt.ids)

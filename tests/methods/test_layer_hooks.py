@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, Prompt, make_method
 from qcfuse_rag.methods.cacheblend import GradualFilter
 from qcfuse_rag.store.key import BLIND
 from tests.methods.test_methods import attention_of_question
 from tests.support import references
-from tests.support.engines import make_engine
+from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import Observed, Table
 
@@ -21,9 +21,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def warmed(llama: LanguageModel) -> FusionEngine:
-    engine = make_engine(llama, MemoryStore())
-    engine.warm(PASSAGES, bases=(BLIND,))
-    return engine
+    return make_warmed_engine(llama, bases=(BLIND,))
 
 
 @pytest.fixture(scope="module")

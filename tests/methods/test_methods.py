@@ -20,7 +20,6 @@ from qcfuse_rag import (
     FusionEngine,
     FusionReport,
     LanguageModel,
-    MemoryStore,
     Prompt,
     choose_method,
     make_method,
@@ -39,14 +38,13 @@ from qcfuse_rag.runtime.language_model import LanguageModel as Model
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED
 from tests.support import references
-from tests.support.engines import capture, make_engine, stored_chunk
+from tests.support.engines import capture, make_warmed_engine, stored_chunk
 from tests.support.passages import PASSAGES, QUESTION
 
 
 @pytest.fixture
 def warmed(llama: LanguageModel) -> FusionEngine:
-    engine = make_engine(llama, MemoryStore())
-    engine.warm(PASSAGES, bases=(BLIND, FRAMED, PRIMED))
+    engine = make_warmed_engine(llama, bases=(BLIND, FRAMED, PRIMED))
     capture(engine, [PASSAGES], keep=("difference",))
     return engine
 

@@ -29,7 +29,7 @@ from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.store.chunk import RANKING, ChunkKV, slice_chunk, to_format
 from qcfuse_rag.store.key import BLIND, FRAMED, ChunkKey
 from tests.support import references
-from tests.support.engines import make_engine
+from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 SEED = 7
@@ -231,8 +231,7 @@ def test_reused_parts_are_the_stored_tokens_at_their_places(engine: FusionEngine
 
 
 def test_every_family_finds_and_fuses(family: LanguageModel) -> None:
-    engine = FusionEngine(family, MemoryStore(), method=QCFUSE)
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(family, method=QCFUSE)
     done = engine.prefill(engine.prompt_from_text([("user", flat(PASSAGES))]))
     assert len(done.report.lookups) == 3
     assert done.report.fallback is None
@@ -350,8 +349,7 @@ def test_no_text_is_kept(llama: LanguageModel, tmp_path: Path) -> None:
 @pytest.mark.parametrize("values", ["atoms = 'x'", "gaps = X'8080'", "gaps = 'text'", "name = X'80'", "gaps = NULL"])
 def test_values_that_others_wrote_recognise_nothing(llama: LanguageModel, tmp_path: Path, values: str) -> None:
     with open_store(tmp_path) as store:
-        engine = make_engine(llama, store)
-        engine.warm(PASSAGES)
+        engine = make_warmed_engine(llama, store)
         with closing(sqlite3.connect(tmp_path / "sources.db")) as database, database:
             database.execute(f"UPDATE located SET {values}")
         assert engine.prompt_from_text(flat(PASSAGES)).chunks == ()
@@ -389,8 +387,7 @@ def test_a_manifest_that_cannot_be_read_costs_time_and_is_reported(
 def test_a_cut_chunk_is_that_part_of_the_whole(
     llama: LanguageModel, tmp_path: Path, kv_dtype: str, on_disk: bool
 ) -> None:
-    engine = make_engine(llama, MemoryStore())
-    engine.warm(PASSAGES[:1], bases=(BLIND,))
+    engine = make_warmed_engine(llama, texts=PASSAGES[:1], bases=(BLIND,))
     [key] = engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[0]), (BLIND,))
     whole = engine.store.get(key)
     assert isinstance(whole, ChunkKV)

@@ -17,7 +17,7 @@ from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, ChunkKey
 from tests.support import seams
-from tests.support.engines import damaged, make_engine
+from tests.support.engines import damaged, make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 WORK = PrefillEstimate(1000, stored_tokens=900, selected_tokens=90, probe_rows=32, probe_share=0.5)
@@ -213,8 +213,7 @@ def test_costs_outlive_a_restart_and_a_damaged_file_is_measured_anew(
     llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DiskStore(tmp_path) as store:
-        engine = make_engine(llama, store)
-        engine.warm(PASSAGES, bases=(FRAMED,))
+        engine = make_warmed_engine(llama, store, bases=(FRAMED,))
         first = engine.runner.costs()
     [path] = tmp_path.glob("costs-*.json")
     seams.passes_take(monkeypatch, lambda rows: 100.0 + rows)

@@ -27,7 +27,7 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import FRAMED, ChunkKey
 from tests.support import references
-from tests.support.engines import capture, loading_first, make_engine
+from tests.support.engines import capture, loading_first, make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 Watch = Callable[[str], None]
@@ -77,9 +77,7 @@ def store() -> WatchedStore:
 
 @pytest.fixture
 def engine(llama: LanguageModel, store: WatchedStore) -> FusionEngine:
-    engine = make_engine(llama, store, load_limit_s=20.0)
-    engine.warm(PASSAGES)
-    return engine
+    return make_warmed_engine(llama, store, load_limit_s=20.0)
 
 
 def loading_threads() -> list[str]:
@@ -91,8 +89,7 @@ def loading_threads() -> list[str]:
 def test_loading_while_computing_gives_what_loading_first_gives(llama: LanguageModel, name: str, kv_dtype: str) -> None:
     method = make_method(name, base=FRAMED) if name != "auto" else make_method("auto", guard=False)
     with MemoryStore(kv_dtype=kv_dtype) as store:
-        engine = FusionEngine(llama, store, method=method)
-        engine.warm(PASSAGES)
+        engine = make_warmed_engine(llama, store, method=method)
         prompt = engine.prompt(QUESTION, PASSAGES)
         first = fuse_prompt(loading_first(llama, store), prompt, method)
         during = fuse_prompt(ModelRunner(llama, store), prompt, method)

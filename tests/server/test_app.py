@@ -17,7 +17,7 @@ import httpx
 import pytest
 import uvicorn
 
-from qcfuse_rag import FusionEngine, MemoryStore, SamplingParams, SchedulerSettings, make_method
+from qcfuse_rag import FusionEngine, SamplingParams, SchedulerSettings, make_method
 from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.prompts.builder import CHEAP_CHARACTERS, CHEAP_TOKENS, PromptTokenizer
 from qcfuse_rag.server.app import make_app
@@ -25,7 +25,7 @@ from qcfuse_rag.server.backend import MAX_PREPARING, EngineBackend
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Event, Failure, Piece
 from tests.support.cases import cases
-from tests.support.engines import make_engine
+from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.serving import ASKED, JSON, ask, client, error, serving
 from tests.support.thinking import answer_with
@@ -34,9 +34,7 @@ from tests.support.tool_templates import LOOK_UP, tool_model
 
 @pytest.fixture(scope="module")
 def engine() -> FusionEngine:
-    engine = make_engine(tool_model(), MemoryStore())
-    engine.warm(PASSAGES)
-    return engine
+    return make_warmed_engine(tool_model())
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams
+from qcfuse_rag import FusionEngine, LanguageModel, SamplingParams
 from qcfuse_rag.generation.completion import content_logprobs
 from qcfuse_rag.server.backend import EngineBackend, next_seed
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Piece
 from tests.support import serving
-from tests.support.engines import make_engine
+from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.serving import ask, post
 from tests.support.tool_templates import LOOK_UP, tool_model
@@ -33,9 +33,7 @@ def lm() -> LanguageModel:
 
 @pytest.fixture
 def engine(lm: LanguageModel) -> FusionEngine:
-    engine = make_engine(lm, MemoryStore())
-    engine.warm(PASSAGES)
-    return engine
+    return make_warmed_engine(lm)
 
 
 @pytest.fixture

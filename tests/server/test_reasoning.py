@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from qcfuse_rag import FusionEngine, MemoryStore, Prompt
+from qcfuse_rag import FusionEngine, Prompt
 from qcfuse_rag.prompts.builder import PromptBuilder
-from tests.support.engines import make_engine
+from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.serving import ASKED, JSON, ask
 from tests.support.thinking import answer_with, thinking_model
@@ -22,9 +22,7 @@ CALL = '<tool_call>\n{"name": "moor", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def engine() -> FusionEngine:
-    engine = make_engine(thinking_model(), MemoryStore())
-    engine.warm(PASSAGES)
-    return engine
+    return make_warmed_engine(thinking_model())
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.store.testing import example_key
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
-from tests.support.engines import make_engine
+from tests.support.engines import make_warmed_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES
 
@@ -111,8 +111,7 @@ def test_memory_tiers_of_an_engine_on_a_gpu_are_page_locked(
     """From the folder that users name, too; a store that was told not to stays as it is."""
     lm = LanguageModel.wrap(moved(build_model("llama"), device), tokenizer)
     for store, locked in ((open_store(tmp_path), True), (MemoryStore(), True), (MemoryStore(pinned=False), False)):
-        engine = make_engine(lm, store)
-        engine.warm(PASSAGES[:1], bases=(FRAMED,))
+        engine = make_warmed_engine(lm, store, texts=PASSAGES[:1], bases=(FRAMED,))
         [key] = engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[0]), (FRAMED,))
         chunk = store.get(key)
         assert isinstance(chunk, ChunkKV)

@@ -37,7 +37,7 @@ from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
-from qcfuse_rag.store.key import BLIND, FRAMED, Base
+from qcfuse_rag.store.key import FRAMED, Base
 from tests.support.passages import PASSAGES
 
 METHOD = make_method("qcfuse", ratio=0.15, base=FRAMED)
@@ -45,10 +45,16 @@ METHOD_OPTIONS = ("--method", "qcfuse", "--ratio", "0.15")
 """The same method on the command line."""
 
 
-def make_warmed_engine(lm: LanguageModel) -> FusionEngine:
-    """Return an engine over a store with the test passages, blind and framed."""
-    engine = make_engine(lm, MemoryStore())
-    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
+def make_warmed_engine(
+    lm: LanguageModel,
+    store: KVStore | None = None,
+    texts: Sequence[str] = PASSAGES,
+    bases: Sequence[Base] | None = None,
+    **options: Any,
+) -> FusionEngine:
+    """Return an engine whose store, in memory unless one is given, has passages for its method, or for given bases."""
+    engine = make_engine(lm, MemoryStore() if store is None else store, **options)
+    engine.warm(texts, bases=bases)
     return engine
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, Prompt, SamplingParams, make_method
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.completion import end_tokens
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.key import FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from qcfuse_rag.verification.divergence import (
     Divergence,
     answer_logits,
@@ -24,7 +24,7 @@ from qcfuse_rag.verification.divergence import (
     greedy_answers,
 )
 from tests.support import seams
-from tests.support.engines import make_engine, make_warmed_engine
+from tests.support.engines import make_warmed_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -35,9 +35,7 @@ LENGTH = 24
 
 @pytest.fixture
 def served(family: LanguageModel) -> FusionEngine:
-    engine = make_engine(family, MemoryStore())
-    engine.warm(PASSAGES)
-    return engine
+    return make_warmed_engine(family)
 
 
 @pytest.fixture
@@ -65,8 +63,7 @@ def test_logits_along_a_foreign_answer_are_the_models_own(served: FusionEngine, 
 
 @pytest.mark.slow
 def test_caches_are_identical_exactly_if_their_greedy_answers_are(tokenizer: PreTrainedTokenizerFast) -> None:
-    engine = make_engine(LanguageModel.wrap(build_model("llama"), tokenizer, name="llama"), MemoryStore())
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(LanguageModel.wrap(build_model("llama"), tokenizer, name="llama"))
     outcomes = set()
     for question, ratio in ((f"Who keeps {thing}?", ratio) for thing in "abcdefgh" for ratio in (0.0, 0.5, 0.97)):
         prompt = engine.prompt(question, PASSAGES)
@@ -118,7 +115,7 @@ def test_figures_along_an_answer() -> None:
 
 
 def test_answers_that_differ_are_decoded_and_no_others(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, decoded = make_warmed_engine(llama), []
+    engine, decoded = make_warmed_engine(llama, bases=(BLIND, FRAMED)), []
     prompt = engine.prompt(QUESTION, PASSAGES)
     full, reuse = (
         engine.prefill(prompt, method=method, answer_tokens=8) for method in (FULL, make_method("reuse", base=FRAMED))

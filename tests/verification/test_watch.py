@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, ShadowSettings, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, SamplingParams, ShadowSettings, make_method
 from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.verification.divergence import divergence
+from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 QCFUSE = make_method("qcfuse", ratio=0.1, base=FRAMED)
@@ -24,8 +25,7 @@ FULL = make_method("full")
 
 @pytest.fixture
 def served(llama: LanguageModel) -> Iterator[FusionEngine]:
-    engine = FusionEngine(llama, MemoryStore(), method=QCFUSE)
-    engine.warm(PASSAGES)
+    engine = make_warmed_engine(llama, method=QCFUSE)
     yield engine
     engine.close()
 

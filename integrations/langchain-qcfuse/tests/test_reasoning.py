@@ -10,10 +10,10 @@ from langchain_core.prompts import ChatPromptTemplate
 from pydantic import BaseModel
 
 from langchain_qcfuse import ChatQCFuse
-from qcfuse_rag import FusionEngine, MemoryStore
+from qcfuse_rag import FusionEngine
 from qcfuse_rag.errors import InvalidTemplate, MisplacedSetting
-from tests.support.engines import make_engine
-from tests.support.passages import PASSAGES, QUESTION
+from tests.support.engines import make_warmed_engine
+from tests.support.passages import QUESTION
 from tests.support.thinking import answer_with, thinking_model
 from tests.support.tool_templates import MOOR
 
@@ -29,9 +29,7 @@ class Boat(BaseModel):
 
 @pytest.fixture(scope="module")
 def engine() -> FusionEngine:
-    engine = make_engine(thinking_model(), MemoryStore())
-    engine.warm(PASSAGES)
-    return engine
+    return make_warmed_engine(thinking_model())
 
 
 @pytest.fixture
