@@ -73,3 +73,21 @@ def test_a_question_waits_neither_for_training_packages_nor_for_garbage_collecti
 def test_every_public_name_exists_and_is_listed_once() -> None:
     assert all(getattr(qcfuse_rag, name) is not None for name in qcfuse_rag.__all__)
     assert len(set(qcfuse_rag.__all__)) == len(qcfuse_rag.__all__)
+
+
+@pytest.mark.slow
+def test_no_warning_of_a_library_reaches_users_of_the_readmes_program(model_folder: str, tmp_path: Path) -> None:
+    """A library warns of what its next version takes away, which users can do nothing about."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    program = Path(__file__).parents[1] / "examples" / "llama_index_query_engine.py"
+    code = (
+        f"import runpy, qcfuse_rag.bundled as bundled; bundled.default_model = lambda: {str(tmp_path / 'adapter')!r}; "
+        f"runpy.run_path({str(program)!r})"
+    )
+    command = [sys.executable, "-W", "error::FutureWarning", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "FutureWarning" in done.stderr) == (0, False), done.stderr

@@ -31,9 +31,9 @@ def fork(work: Callable[[], object]) -> int:
         os._exit(status)
 
 
-def wait(child: int) -> int:
+def wait(child: int, most_seconds: float = MOST_SECONDS) -> int:
     """Return the exit status of a child, negative if a signal ended it; one that does not end is killed."""
-    deadline = time.monotonic() + MOST_SECONDS
+    deadline = time.monotonic() + most_seconds
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:

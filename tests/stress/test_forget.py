@@ -56,8 +56,7 @@ def test_forget_while_a_killed_job_warms(tmp_path: Path, llama: LanguageModel) -
     warm(llama, folder, TEXTS, "report")
     seconds = 1.5 * (time.monotonic() - started)
     forget(folder)
-    for _ in range(sized(10, 300)):
-        tally.trials += 1
+    for _ in tally.rounds(sized(10, 300)):
         killed = rng.random() < 0.7
         times = Counters(("claimed", "forgotten"))
         warmer = fork(partial(warm_and_record, llama, folder, times))
@@ -116,6 +115,10 @@ def forget_and_record(folder: Path, times: Counters) -> None:
 def report_is_there(folder: Path) -> bool:
     with DiskStore(folder) as store, closing(Sources(store)) as sources:
         return "report" in sources.names()
+
+
+TRIAL_SECONDS = 60
+"""Most seconds that forgetting a document may take; it waits for other jobs."""
 
 
 class RunningLibrary:
@@ -283,8 +286,7 @@ def test_forget_beside_every_running_process(tmp_path: Path, monkeypatch: pytest
         "warm": library.warm,
     }
     running = {name: fork(role) for name, role in roles.items()}
-    for number in range(trials):
-        tally.trials += 1
+    for number in tally.rounds(trials):
         library.found.add(0, "number", number - library.found.total("number"))
         if number % 3 == 0:
             for other in range(number, number + 3):
@@ -299,7 +301,7 @@ def test_forget_beside_every_running_process(tmp_path: Path, monkeypatch: pytest
             if status != -signal.SIGKILL:
                 tally.errors.append(f"{name} had ended with {status}")
             running[name] = fork(roles[name])
-        if wait(forgetter) != 0:
+        if wait(forgetter, most_seconds=TRIAL_SECONDS) != 0:
             tally.errors.append(f"forgetting {number} failed")
         tally.errors += library.left()
     time.sleep(3.0)  # for what a request of before keeps when nothing else is asked
