@@ -235,7 +235,7 @@ def _read(
 ) -> PassagesBySource:
     """Read and split the documents of a job, without the library's own files, which may be among them."""
     own = own_paths(library)
-    with progress_bar("reading documents", "files") as advance:
+    with progress_bar("reading documents", "KB" if workers is None else "files") as advance:
         read = partial(read_passages, tokenizer=engine.lm.tokenizer, reader=corpus.reader)
         if corpus.reader == FILES and workers is not None:
             read = partial(read_on_ray, workers)

@@ -118,7 +118,7 @@ def fuse_in_parts(
     try:
         plan, refusal, predicted_s = _decide(runner, prompt, method, wait_budget, 0 if lease is None else lease.held)
         if plan is None and lease is not None:
-            lease.keep_exact_only()  # full prefill is exact
+            lease.held = min(lease.held, lease.exact_tokens)  # full prefill is exact
         lookups = None if plan is None else Lookups(plan, wait_budget)
         method = method.as_full_prefill if plan is None else method
         retried = False

@@ -194,10 +194,6 @@ class PrefixLease:
         fused.known[:n] = True
         fused.prefix_tokens, fused.prefix_exact = n, self.exact_tokens
 
-    def keep_exact_only(self) -> None:
-        """Reuse only the tokens that are full prefill's."""
-        self.held = min(self.held, self.exact_tokens)
-
     def release(self) -> None:
         """Drop the reference to the reused keys and values; they were copied."""
         self._source = None

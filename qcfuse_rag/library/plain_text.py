@@ -42,8 +42,10 @@ def decode_text(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         good, first = data[: error.start], error.start
-    if not good.isascii() and _is_damaged_utf8(data):
-        return data.decode(errors="replace")
+    text = data.decode(errors="replace")
+    # Few characters beyond ASCII are no UTF-8, such as the last one of a file that was cut.
+    if not good.isascii() and sum(not c.isascii() for c in text) > 10 * (text.count("\ufffd") - 1):
+        return text
     return _without_nul(_decode(data, _detect(data[max(0, first - SAMPLE // 2) :][:SAMPLE])))
 
 
@@ -84,13 +86,6 @@ def _decode(data: bytes, encoding: str | None, if_wrong: str = UNDECODABLE) -> s
         return data.decode(encoding)
     except (UnicodeDecodeError, LookupError) as error:
         raise UnreadableFile(if_wrong) from error
-
-
-def _is_damaged_utf8(data: bytes) -> bool:
-    """Return whether few characters beyond ASCII are no UTF-8, such as the last one of a file that was cut."""
-    text = data.decode(errors="replace")
-    damaged = text.count("\ufffd")
-    return sum(not character.isascii() for character in text) > 10 * (damaged - 1)
 
 
 def _without_nul(text: str) -> str:

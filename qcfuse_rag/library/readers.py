@@ -16,6 +16,7 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.conversion import CONVERTED, Converter, conversion_of
 from qcfuse_rag.library.files import Unread, add_unread, find_files, real_path, unreadable
 from qcfuse_rag.library.plain_text import UnreadableFile, decode_text, is_unicode_text
+from qcfuse_rag.store.backends.files import file_size
 
 MARKDOWN_ENDINGS = {".md", ".markdown"}
 JSON_LINES = {".jsonl", ".ndjson"}
@@ -55,7 +56,7 @@ def read_passages(
     reader: str = FILES,
     max_tokens: int,
     skip: Sequence[Path] = (),
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
     unread: Unread | None = None,
 ) -> PassagesBySource:
     """Read passages from files or from an index.
@@ -67,7 +68,7 @@ def read_passages(
             and yields `(source, passage)`. The integrations provide `llama-index` and `langchain`.
         max_tokens: most tokens of a passage; passages of other readers are not split.
         skip: folders whose files are read only if they are named; see `find_files`.
-        progress: called with files `(done, total)`.
+        progress: called with KB `(done, total)` of files, also while a long text is split.
         unread: receives what is not read in folders, and what has no text; None raises the first file that cannot be
             read.
 
@@ -83,13 +84,20 @@ def read_passages(
                 passages.setdefault(source, []).append(text)
         return passages
     files = find_files(named, skip, unread)
+    sizes = [(file_size(file) or 0) // 1000 for file in files]
+    total, done, size = sum(sizes), 0, 0
+
+    def advance(characters: int) -> None:
+        progress(done + min(characters // 1000, size), total)
+
     splitting = TextSplitting(tokenizer, max_tokens)
+    splitting.advance = advance
     read_files: list[PassagesBySource | str] = []
     with Converter() as convert:
-        for file in files:
+        for file, size in zip(files, sizes, strict=True):
             read_files.append(try_file(file, splitting, convert, named=file in named))
-            if progress is not None:
-                progress(len(read_files), len(files))
+            done += size
+            advance(0)
     return collect_passages(zip(files, read_files, strict=True), named, unread)
 
 
@@ -172,6 +180,7 @@ class TextSplitting:
         self._plain = plain.from_huggingface_tokenizer(tokenizer.backend_tokenizer, max_tokens)
         self._markdown = markdown.from_huggingface_tokenizer(tokenizer.backend_tokenizer, max_tokens)
         self._max_tokens = max_tokens
+        self.advance: Callable[[int], None] = lambda _: None  # gets the characters that are split
 
     def split(self, text: str, *, markdown: bool) -> list[str]:
         """Return the passages of a text; page breaks of extracted PDF count as blank lines.
@@ -179,7 +188,12 @@ class TextSplitting:
         A run of 1,024 characters without a space or an end of a sentence is cut by its length in bytes, because no
         token is shorter than a byte.
         """
-        return [passage for part in _split_long_texts(text) for passage in self._split(part, markdown=markdown)]
+        passages, done = list[str](), 0
+        for part in _split_long_texts(text):
+            passages += self._split(part, markdown=markdown)
+            done += len(part)
+            self.advance(done)
+        return passages
 
     def _split(self, text: str, *, markdown: bool) -> list[str]:
         markdown = markdown and DEEP_MARKDOWN.search(text) is None

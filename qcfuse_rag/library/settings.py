@@ -84,7 +84,10 @@ class LibrarySettings:
         if not self.exists:
             return {}
         given = None if model is None else model_name(model)
-        self._require_same("model", given, self._own_model(given))
+        own = self.model or DEFAULT_MODEL_NAME
+        if self.model is None and given is not None and given == model_name(default_model()):
+            own = given
+        self._require_same("model", given, own)
         self._require_same("dtype", dtype, self.fingerprint["dtype"])
         return {"model": self.model, "dtype": self.fingerprint["dtype"]}
 
@@ -122,11 +125,6 @@ class LibrarySettings:
             f"the model {self.model or DEFAULT_MODEL_NAME} has changed since {self.folder} was warmed "
             f"({', '.join(differences)}), so nothing can be reused; run `qcfuse warm run` again"
         )
-
-    def _own_model(self, given: str | None) -> str:
-        if self.model is not None or given is None:
-            return self.model or DEFAULT_MODEL_NAME
-        return given if given == model_name(default_model()) else DEFAULT_MODEL_NAME
 
     def _require_same(self, setting: str, given: str | None, own: str) -> None:
         if given is not None and given != own:

@@ -109,7 +109,11 @@ class ChatTemplate:
         searched for them, and examples of its output, because it may put `<`, the role and `>` together.
         """
         added = {token.content: token.special for token in self._tokenizer.added_tokens_decoder.values()}
-        written = "\0".join([*self._texts((nodes.Const, nodes.TemplateData)), *self._examples()])
+        found = (node for tree in self._trees for node in tree.find_all((nodes.Const, nodes.TemplateData)))
+        texts = [
+            str(node.data if isinstance(node, nodes.TemplateData) else getattr(node, "value", "")) for node in found
+        ]
+        written = "\0".join([*texts, *self._examples()])
         written_tokens = {token for token in added if token.strip() and token in written}
         special = {token for token in added if added[token]} | {*self._tokenizer.all_special_tokens}
         return frozenset(filter(None, special | written_tokens))
@@ -186,11 +190,6 @@ class ChatTemplate:
         if templates:
             _refuse_endless(trial)
         return trees
-
-    def _texts(self, kinds: tuple[type[nodes.Node], ...]) -> Iterator[str]:
-        for tree in self._trees:
-            for node in tree.find_all(kinds):
-                yield str(node.data if isinstance(node, nodes.TemplateData) else getattr(node, "value", ""))
 
     def _examples(self) -> Iterator[str]:
         """Yield what the template writes of conversations with every role, as far as it takes them."""

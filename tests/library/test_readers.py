@@ -7,6 +7,8 @@ import codecs
 import json
 import os
 import random
+import signal
+import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -308,3 +310,35 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path, tokenizer: PreTrainedToke
         json.dumps({"question": "Who?", "passages": PASSAGES, "answers": "Orla"}), "utf-8-sig"
     )
     assert [sample.question for sample in read_dataset(tmp_path / "c.jsonl")] == ["Who?"]
+
+
+def test_progress_goes_on_while_one_long_text_is_split(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    long, short = tmp_path / "long.txt", tmp_path / "short.txt"
+    long.write_text(f"{PASSAGES[0]}\n\n" * (900_000 // len(PASSAGES[0])))
+    short.write_text(f"{PASSAGES[1]}\n\n" * (9_000 // len(PASSAGES[1])))
+    seen = list[tuple[int, int]]()
+    read_passages([long, short], tokenizer, max_tokens=200, progress=lambda *counts: seen.append(counts))
+    total = long.stat().st_size // 1000 + short.stat().st_size // 1000
+    assert {counts[1] for counts in seen} == {total}
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert sum(0 < done < total - 50 for done, _ in seen) >= 3, "in the middle of the long text"
+    assert seen[-1] == (total, total)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_reading_of_a_long_text(model_folder: str, tmp_path: Path) -> None:
+    (text := tmp_path / "long.txt").write_text(f"{PASSAGES[0]}\n\n" * (50_000_000 // len(PASSAGES[0])))
+    command = ["warm", "run", str(text), "--store", str(tmp_path / "s"), "--model", model_folder, "--device", "cpu"]
+    running = subprocess.Popen(
+        [sys.executable, "-c", "from qcfuse_rag.cli.app import main; main()", *command],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stderr is not None
+    for line in running.stderr:
+        if line.startswith("reading documents: "):
+            break
+    assert f" of {text.stat().st_size // 1000:,} KB" in line
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=30)
+    assert (running.returncode, "interrupted; stored caches are kept" in err) == (130, True)
