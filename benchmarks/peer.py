@@ -148,7 +148,8 @@ def _quickest(run: Run, files: Mapping[str, Path], ids: Ids, context: int) -> tu
                 _complete(server, ids, 1, keep=False, reuse=0)
                 run.add(key, {"seconds": time.perf_counter() - started})
                 del server
-    quickest = min(run.of("settings"), key=lambda tried: tried[1]["seconds"])[0]
+    tried = [(key, record) for key, record in run.of("settings") if key[0] in files]
+    quickest = min(tried, key=lambda pair: pair[1]["seconds"])[0]
     return str(quickest[0]), bool(quickest[1]), int(str(quickest[2]))
 
 

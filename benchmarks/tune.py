@@ -32,6 +32,7 @@ from benchmarks.options import ModelOptions, shares
 from benchmarks.questions import Example, read_dataset
 from benchmarks.runner import Report, Run, Table, about_model, machine_conditions
 from benchmarks.tuning_prompts import TuningPrompt, task_prompt, training_prompts
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.completion import end_tokens
 from qcfuse_rag.ingestion.primer import PRIMER, primer_ids
 from qcfuse_rag.models.rope import cache_argument
@@ -312,6 +313,10 @@ class Trainer:
 
 def measure(options: Options, run: Run) -> None:
     """Train each adapter on the same prompts, and measure it on held-out ones; a stopped run begins anew."""
+    if unknown := set(split_names(options.variants)) - VARIANTS.keys():
+        raise QCFuseError(f"no adapter: {', '.join(unknown)}; {', '.join(VARIANTS)} are known")
+    if len(split_names(options.variants)) != len(options.rates.split(",")):
+        raise QCFuseError("--rates has a learning rate for each of --variants")
     torch.manual_seed(options.seed)
     names, ratios, ends = (
         split_names(options.variants),
@@ -328,10 +333,7 @@ def measure(options: Options, run: Run) -> None:
         sets = {
             name: [TuningPrompt.of(prompts, e.question, e.passages, name) for e in each] for name, each in held.items()
         }
-        chance, pool = (
-            random.Random(options.seed + 1),
-            [text for e in examples for text in e.passages if text not in passages],
-        )
+        chance, pool = random.Random(options.seed + 1), sorted(passages)
         for task in ("number", "chain"):
             sets[task] = [task_prompt(prompts, pool, chance, task) for _ in range(max(1, options.size // 2))]
         for each in sets.values():
@@ -371,7 +373,7 @@ def measure(options: Options, run: Run) -> None:
                 step.zero_grad()
                 run.add(("step", name, done), {"loss": sum(losses), "at": time.time()})
             run.progress(done, ends[-1])
-            if done in ends or done >= ends[-1]:
+            if any(done - len(batch) < end <= done for end in ends):
                 for name, (reader, writer) in adapters.items():
                     evaluate(trainer, run, (name, done), sets, ratios, reader, writer)
                 if options.adapters is not None:

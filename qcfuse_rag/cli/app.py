@@ -180,12 +180,12 @@ def ask(
 ) -> None:
     """Answer a question over warmed documents and report which tokens were reused.
 
-    A running `qcfuse serve` of the library answers, unless an option names a model, a method or a retrieval.
+    A running `qcfuse serve` of the library answers, unless other options than `--max-new-tokens` are given.
     """
     if not documents:
         _require_library(store)
-        shared = config == EngineConfig() and options == AskOptions(fidelity=options.fidelity) and explain is None
-        if shared and not as_json and ask_server(question, store, options, max_new_tokens=max_new_tokens):
+        plain = config == EngineConfig() and options == AskOptions() and explain is None and not as_json
+        if plain and ask_server(question, store, max_new_tokens=max_new_tokens):
             return
     _code("ask").ask_library(
         question,

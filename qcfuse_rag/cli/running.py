@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.cli.console import ERR, OUT, print_note, size
-from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.report import FusionReport, Timings
 from qcfuse_rag.library.local_socket import connect
@@ -20,7 +19,7 @@ SILENCE_S = 60.0
 """Seconds without a byte after which a server is not waited for; while it works, it sends a comment every few."""
 
 
-def ask_server(question: str, library: Path, options: AskOptions, *, max_new_tokens: int) -> bool:
+def ask_server(question: str, library: Path, *, max_new_tokens: int) -> bool:
     """Print the answer of the server that runs over a library; return whether there is one that answers.
 
     Raises:
@@ -34,7 +33,6 @@ def ask_server(question: str, library: Path, options: AskOptions, *, max_new_tok
     body = {
         "messages": [{"role": "user", "content": question}],
         "documents": "library",
-        "fidelity": options.fidelity,
         "temperature": 0,
         "max_tokens": max_new_tokens,
         "stream": True,
@@ -53,12 +51,14 @@ def ask_server(question: str, library: Path, options: AskOptions, *, max_new_tok
         def pieces() -> Iterator[tuple[str, str]]:
             nonlocal began
             for event in read_events(response):
+                if "error" in event:
+                    raise ValueError(event["error"]["message"])
                 if not began:
                     print_note("note:", "the server that runs over this library answers, with its own settings")
                 began = True
-                if "error" in event:
-                    raise QCFuseError(f"the running server says: {event['error']['message']}")
-                sources.extend(Path(document["source"]).name for document in event.get("documents", ()))
+                for document in event.get("documents", ()):
+                    title = f" ({document['title']})" if document["title"] else ""
+                    sources.append(f"{Path(document['source']).name}{title}")
                 for choice in event["choices"]:
                     yield choice["delta"].get("reasoning_content") or "", choice["delta"].get("content") or ""
                 if "fusion" in event:
@@ -80,8 +80,11 @@ def ask_server(question: str, library: Path, options: AskOptions, *, max_new_tok
 def read_events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the server-sent events of an answer up to its end."""
     for line in response:
-        if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+        if line.strip() == b"data: [DONE]":
+            return
+        if line.startswith(b"data: "):
             yield json.loads(line.removeprefix(b"data: "))
+    raise ValueError("the connection was closed")
 
 
 def read_report(data: dict[str, Any]) -> FusionReport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
+import struct
 from pathlib import Path
 
 NAME = "server.socket"
@@ -13,7 +13,7 @@ NAME = "server.socket"
 def listen(library: Path) -> socket.socket | None:
     """Return a listening socket that only the owner can use; None if a server listens there, or the folder has none.
 
-    The caller removes the file at the end.
+    The file stays when its server ends; the next server replaces it.
     """
     if (running := connect(library)) is not None:
         running.close()
@@ -21,7 +21,7 @@ def listen(library: Path) -> socket.socket | None:
     path, listener = library / NAME, socket.socket(socket.AF_UNIX)
     mask = os.umask(0o177)
     try:
-        path.unlink(missing_ok=True)  # of a server that was killed
+        path.unlink(missing_ok=True)  # of a server that has ended
         listener.bind(str(path))
         listener.listen()
     except OSError:  # such as a path of more than 107 bytes, or a file system without sockets
@@ -34,11 +34,11 @@ def listen(library: Path) -> socket.socket | None:
 
 def connect(library: Path) -> socket.socket | None:
     """Connect to the server of a library; None if none of this user runs."""
-    path, client = library / NAME, socket.socket(socket.AF_UNIX)
+    client = socket.socket(socket.AF_UNIX)
     try:
-        found = path.lstat()
-        if stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid():
-            client.connect(str(path))
+        client.connect(str(library / NAME))
+        _, owner, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if owner == os.getuid():
             return client
     except OSError:
         pass

@@ -95,8 +95,6 @@ class LibraryServer:
         with suppress(KeyboardInterrupt):
             sockets = [listener] if local is None else [listener, local]
             make_server(self._app, max_requests=self._max_requests).run(sockets=sockets)
-        if self._library is not None and local is not None:
-            (self._library / local_socket.NAME).unlink(missing_ok=True)
         signal.signal(signal.SIGTERM, previous_handler)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.questions import Example
 from benchmarks.tune import EVERY, VARIANTS, Trainer, read_adapters, write_adapters
-from benchmarks.tuning_prompts import TASKS, TuningPrompt, task_prompt, training_prompts
+from benchmarks.tuning_prompts import NAMES, TuningPrompt, task_prompt, training_prompts
 from qcfuse_rag import FusionEngine, LanguageModel
 from qcfuse_rag.ingestion.primer import PRIMER, primer_ids
 from qcfuse_rag.methods.auto import auto
@@ -100,8 +100,18 @@ def test_no_held_out_passage_is_trained_on(engine: FusionEngine) -> None:
         assert made.task != "d" or any("mill" in text for text in texts)
 
 
-@pytest.mark.parametrize("task", [*TASKS])
-def test_a_task_stands_over_its_passages(engine: FusionEngine, task: str) -> None:
+@pytest.mark.parametrize(
+    ("task", "fact"),
+    [("number", "The {what} of {name} is"), ("compare", "Project {name} had"), ("chain", "Project {name} is led by")],
+)
+def test_the_fact_that_a_task_asks_for_stands_in_a_passage(engine: FusionEngine, task: str, fact: str) -> None:
     pool = [f"{text} Number {number}." for text in PASSAGES for number in range(3)]
-    made = task_prompt(engine.prompts, pool, random.Random(3), task)
-    assert (made.task, made.known.sum() < len(made), 2 <= len(made.chunks) <= 6) == (task, True, True)
+    for seed in range(5):
+        made = task_prompt(engine.prompts, pool, random.Random(seed), task)
+        texts = " ".join(engine.lm.tokenizer.decode(made.ids[start:stop]) for start, stop in made.chunks)
+        asked = engine.lm.tokenizer.decode(made.ids[made.question_start :])
+        names = [name for name in NAMES if name in asked]
+        assert names
+        for name in names:
+            what = asked.partition("What is the ")[2].partition(" of ")[0]
+            assert fact.format(name=name, what=what) in texts

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.cli.running import ask_server
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library import local_socket
@@ -28,9 +27,13 @@ def event(*, text: str = "", **fields: object) -> str:
     return f"data: {json.dumps({'choices': [{'delta': {'content': text}}], **fields})}\n\n"
 
 
+DOCUMENTS = [{"source": "/docs/ferry.md", "title": "Hull"}, {"source": "/docs/mill.md", "title": None}]
 ANSWER = (
     ": waiting\n\n"
-    + event(text="In the ", documents=[{"source": "/docs/ferry.md"}, {"source": "/docs/ferry.md"}])
+    + event(
+        text="In the ",
+        documents=[{"source": "/docs/ferry.md", "title": "Hull"}, {"source": "/docs/mill.md", "title": None}],
+    )
     + event(text="harbour.")
     + event(fusion=REPORT)
     + "data: [DONE]\n\n"
@@ -71,7 +74,7 @@ def response(body: str, status: str = "200 OK") -> bytes:
 
 
 def ask(library: Path) -> bool:
-    return ask_server("Where is the ferry?", library, AskOptions(), max_new_tokens=8)
+    return ask_server("Where is the ferry?", library, max_new_tokens=8)
 
 
 def test_the_answer_its_sources_and_its_counts_are_printed(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +83,7 @@ def test_the_answer_its_sources_and_its_counts_are_printed(library: Path, capsys
     out, said = capsys.readouterr()
     assert out == "In the harbour.\n"
     assert "server that runs over this library" in said
-    assert "sources: ferry.md\n" in said
+    assert "sources: ferry.md (Hull), mill.md\n" in said
     assert "auto, ratio 0.15: computed 30 of 100 tokens (30% over all layers)" in said
     assert json.loads(server.asked[0].partition(b"\r\n\r\n")[2])["documents"] == "library"
 
@@ -100,8 +103,9 @@ def test_a_server_that_refuses_is_not_asked_further(library: Path, status: str) 
     assert not ask(library)
 
 
-def test_an_answer_that_breaks_off_is_an_error(library: Path) -> None:
-    FakeServer(library, response(event(text="In") + "data: {\n\n"))
+@pytest.mark.parametrize("then", ["data: {\n\n", ""])
+def test_an_answer_that_breaks_off_is_an_error(library: Path, then: str) -> None:
+    FakeServer(library, response(event(text="In") + then))
     with pytest.raises(QCFuseError, match="does not go on"):
         ask(library)
 
@@ -110,6 +114,12 @@ def test_a_failure_midway_is_told(library: Path) -> None:
     FakeServer(library, response(event(text="In") + 'data: {"error": {"message": "the disk is full"}}\n\n'))
     with pytest.raises(QCFuseError, match="the disk is full"):
         ask(library)
+
+
+@pytest.mark.parametrize("first", ['data: {"error": {"message": "it stops"}}\n\n', "data: {\n\n", ""])
+def test_a_server_that_fails_before_the_answer_begins_is_not_asked_further(library: Path, first: str) -> None:
+    FakeServer(library, response(f": waiting\n\n{first}"))
+    assert not ask(library)
 
 
 def test_without_a_server_nothing_is_asked(library: Path) -> None:
