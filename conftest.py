@@ -53,22 +53,22 @@ def quick_kernels() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def templates_tried_once() -> Iterator[None]:
-    """Have a chat template tried in a process of its own once, and not twice for every engine."""
+def templates_tried_once() -> Iterator[Any]:
+    """Have a chat template tried in a process of its own once, and not for every engine; yield what does so."""
     from qcfuse_rag.prompts.chat_template import ChatTemplate
 
-    try_and_parse, parsed = ChatTemplate._trees.func, dict[str, list[Any]]()
+    original, parsed = ChatTemplate._trees, dict[str, list[Any]]()
 
     def trees(template: ChatTemplate) -> list[Any]:
         tokenizer = template._tokenizer
         key = repr((tokenizer.chat_template, tokenizer.special_tokens_map, template._kwargs))
         if key not in parsed:
-            parsed[key] = try_and_parse(template)
+            parsed[key] = original.func(template)
         return parsed[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChatTemplate, "_trees", property(trees))
-        yield
+        yield original
 
 
 @pytest.fixture(scope="session")

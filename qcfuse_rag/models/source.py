@@ -52,7 +52,9 @@ def named_adapter(name: str) -> tuple[str | None, str, dict[str, Any]]:
     from huggingface_hub import hf_hub_download, snapshot_download
 
     (folder, gguf), fetch = model_source(name), fetch_options(name)
-    if not Path(folder).exists() and snapshot_folder(name) is None:
+    if (cached := None if Path(folder).exists() else snapshot_folder(name)) is not None:
+        folder = str(cached)
+    elif not Path(folder).exists():
         with suppress(Exception):  # a model, no id, or no hub that answers: loading a model of that name says which
             hf_hub_download(name, ADAPTER_CONFIG, **fetch)
             folder = snapshot_download(name, allow_patterns=["adapter_*", "*.json", "*.jinja"], **fetch)

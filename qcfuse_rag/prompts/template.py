@@ -73,7 +73,7 @@ class PromptTemplate:
         pieces = (piece for _, content in self.messages for piece in string.Formatter().parse(content))
         labels = [LABEL.search(literal) for literal, field, _, _ in pieces if field is not None]
         found = dict.fromkeys(label[0] for label in labels if label is not None and re.search(r"\w", label[0]))
-        return tuple(gap + label for label in found for gap in ("\n", "\n\n"))
+        return tuple(gap + label for label in found for gap in ("\n", "\n\n", "\n ", "\n\n "))
 
     def format_chunk(self, text: str) -> str:
         """Return a passage as the prompt and the warmed chunk contain it."""

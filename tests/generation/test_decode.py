@@ -75,6 +75,8 @@ def test_a_stop_string_ends_and_is_cut_off(engine: FusionEngine) -> None:
     ("wording", "written", "shown"),
     [
         (None, "a boat\n\nQuestion: who? Answer: me", "a boat"),
+        (None, "a boat\n\n Question: who?", "a boat"),
+        (None, "a boat\n Question: who?", "a boat"),
         (None, "Question: who?\nAnswer: me\nQuestion: why?", "Question: who?\nAnswer: me"),
         (None, "a boat\nPassages:\nthe boat", "a boat"),
         (None, "a Question: who?\nQuestions", None),

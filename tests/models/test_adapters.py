@@ -244,6 +244,7 @@ def in_hub_cache(folder: str, cache: Path) -> Path:
     shutil.copytree(folder, snapshot)
     (cache / "models--some--adapter" / "refs").mkdir()
     (cache / "models--some--adapter" / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text("{}")  # as some repositories of adapters have it
     return snapshot
 
 

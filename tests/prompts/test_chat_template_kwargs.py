@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -64,8 +65,11 @@ def test_a_request_with_variables_shares_what_the_tokenizer_took_long_for(builde
     assert builder.with_kwargs(CHANGES_END).tokens is builder.tokens
 
 
-def test_a_template_is_tried_once_for_all_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_is_tried_once_for_all_that_reads_it(
+    monkeypatch: pytest.MonkeyPatch, templates_tried_once: cached_property[Any]
+) -> None:
     tried = list[object]()
+    monkeypatch.setattr(ChatTemplate, "_trees", templates_tried_once)
     monkeypatch.setattr("qcfuse_rag.prompts.chat_template._refuse_endless", tried.append)
     builder = PromptBuilder(thinking_tokenizer(), PromptTemplate())
     assert builder.build(QUESTION, PASSAGES).ids

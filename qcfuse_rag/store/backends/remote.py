@@ -238,7 +238,11 @@ class RemoteStore(EntryStore):
             finally:
                 self._threads.release()
 
-        threading.Thread(target=work, name="qcfuse-remote", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="qcfuse-remote", daemon=True).start()
+        except BaseException:
+            self._threads.release()
+            raise
         if not wait([done], limit_s).done:
             with suppress(InvalidStateError):  # done just now
                 done.set_exception(TimeoutError(f"no whole answer in {limit_s:g} s"))
