@@ -90,7 +90,8 @@ def check_model(config: EngineConfig) -> dict[str, Any]:
         "adapter_of": base if adapter else None,
         "block_attention": BLOCK_ATTENTION.search(name) is not None,
         "architecture": type(lm.model).__name__,
-        "layers": lm.n_layers,
+        "layers": lm.n_layers + lm.n_sharing,
+        "stored_layers": lm.n_layers,
         "dtype": lm.fingerprint.dtype,
         "weight_format": lm.weight_format,
         "rope": sorted({rope.describe() for rope in lm.ropes}),
@@ -114,7 +115,10 @@ def print_model_check(report: Mapping[str, Any]) -> None:
         return
     check = report["check"]
     dtype = report["dtype"] + ("" if report["weight_format"] == "model" else f", {report['weight_format']} weights")
-    OUT.print(f"[green]supported[/green]: {report['architecture']}, {report['layers']} layers, {dtype}")
+    layers, stored = f"{report['layers']} layers", report["stored_layers"]
+    if stored < report["layers"]:
+        layers += f", of which {stored} are stored and the others read theirs"
+    OUT.print(f"[green]supported[/green]: {report['architecture']}, {layers}, {dtype}")
     if report["adapter_of"]:
         OUT.print(f"  adapter: merged into the weights of {report['adapter_of']}")
     if report["block_attention"]:

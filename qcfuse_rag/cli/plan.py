@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import mul
 from pathlib import Path
 
 import torch
 from rich.table import Table
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, size, status
 from qcfuse_rag.cli.options import PlanOptions
 from qcfuse_rag.errors import ModelNotFound, QCFuseError
+from qcfuse_rag.models.compatibility import sliding_windows
 from qcfuse_rag.models.source import fetch_options
 from qcfuse_rag.runtime.device import fastest_s
 
@@ -146,16 +149,18 @@ def shape_of(model: str) -> ModelShape:
     text = config.get_text_config()
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(text)
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    outside = {id(built.get_input_embeddings().weight), id(built.get_output_embeddings().weight)}
+    outside = {id(part.weight) for part in built.modules() if isinstance(part, nn.Embedding)}
+    outside.add(id(built.get_output_embeddings().weight))
     weights = sum(weight.numel() for weight in built.parameters() if weight.dim() > 1 and id(weight) not in outside)
-    layers = text.num_hidden_layers
+    layers = [*text.per_layer_config]
+    heads = [layer.num_attention_heads for layer in layers]
+    widths = [getattr(layer, "head_dim", None) or text.hidden_size // layer.num_attention_heads for layer in layers]
+    stored = [layer.num_key_value_heads or layer.num_attention_heads for layer in layers[: len(sliding_windows(text))]]
     return ModelShape(
         weights=weights,
         logit_weights=built.get_output_embeddings().weight.numel(),
-        attention=4 * layers * heads * width,
-        kv=2 * layers * (text.num_key_value_heads or heads) * width,
+        attention=4 * sum(map(mul, heads, widths)),
+        kv=2 * sum(map(mul, stored, widths)),
     )
 
 

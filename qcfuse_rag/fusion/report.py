@@ -79,7 +79,7 @@ class FusionReport:
         selected: positions of reused tokens that were recomputed.
         row_layers: rows summed over the layers each was computed in, probes and dropped rows included: the work done.
             Full prefill computes `prompt_tokens` times `n_layers`.
-        n_layers: layers of the model.
+        n_layers: layers of the model that have keys and values of their own.
         lookups: the outcome for the system prefix and every passage.
         bytes_loaded: bytes read from the store.
         timings: seconds by stage.

@@ -44,12 +44,13 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
         )
     if model.config.is_encoder_decoder:
         raise UnsupportedModel("encoder-decoder models have no chunk caches to reuse; use a decoder-only model")
-    kinds = {kind for kind, _ in _layers(config)}
-    if WITHOUT_KEYS in kinds:
+    kinds = [kind for kind, _ in _layers(config)]
+    own = [kind for kind in kinds if kind != WITHOUT_KEYS]
+    if kinds[: len(own)] != own or not set((getattr(config, "layer_types", None) or own)[len(own) :]) <= set(own):
         raise UnsupportedModel(
-            "some layers keep no keys and values of their own, so there is nothing to store for them"
+            "some layers keep no keys and values of their own and do not read those of an earlier layer of their kind"
         )
-    other = sorted(kinds - SUPPORTED_LAYERS)
+    other = sorted(set(own) - SUPPORTED_LAYERS)
     if other:
         raise UnsupportedModel(
             f"layers of type {', '.join(other)} keep a state that depends on the whole preceding text, so a chunk's "
@@ -112,6 +113,21 @@ def stock_attention_name(model: PreTrainedModel) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
 
 
+def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """Return the sliding window in tokens of each layer with keys of its own; None for full attention."""
+    return tuple(
+        int(settings["sliding_window"]) if kind == "sliding_attention" else None
+        for kind, settings in _layers(config)
+        if kind != WITHOUT_KEYS
+    )
+
+
+def shared_layer(config: PreTrainedConfig, layer: int, own: int) -> int:
+    """Return the layer whose keys and values another one reads: the last of its kind among the first `own` layers."""
+    kinds = config.layer_types
+    return max(index for index in range(own) if kinds[index] == kinds[layer])
+
+
 def _layers(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     kinds, settings = get_layer_types_and_kwargs(config)
     # Before transformers 5.19 all layers share one setting; before 5.23 the list lacks last layers that keep nothing.
@@ -144,8 +160,7 @@ def measure_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
         UnsupportedModel: if nothing changes although the model's layers have a window.
     """
     config = model.config.get_text_config()
-    layers = _layers(config)
-    windows = tuple(int(layer["sliding_window"]) if kind == "sliding_attention" else None for kind, layer in layers)
+    windows = sliding_windows(config)
     if not any(windows):
         return windows
     embeddings = model.get_input_embeddings()

@@ -128,11 +128,15 @@ PROBE_POSITIONS = (0, 1, 37, 911)
 def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[LayerRope, ...], tuple[KVShape, ...]]:
     """Measure each layer's rotation and cache shape by running one token at four positions up to `max_position`.
 
+    Layers that read another layer's keys and values have neither.
+
     Raises:
-        UnsupportedModel: if a layer keeps no keys, moves them by anything but a known rotation, or moves values.
+        UnsupportedModel: if another layer keeps no keys, moves them by anything but a known rotation, or moves values.
     """
     from transformers import Cache
     from transformers.cache_utils import DynamicLayer
+
+    from qcfuse_rag.models.compatibility import sliding_windows
 
     device = model.get_input_embeddings().weight.device
     positions = torch.tensor([min(p, max_position) for p in PROBE_POSITIONS], device=device)
@@ -141,7 +145,7 @@ def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[Layer
     kv = Cache(layer_class_to_replicate=DynamicLayer)
     model.get_decoder()(input_ids=ids, position_ids=positions[:, None], use_cache=True, **{cache_argument(): kv})
 
-    n_layers = model.config.get_text_config().num_hidden_layers
+    n_layers = len(sliding_windows(model.config.get_text_config()))
     if len(kv.layers) != n_layers or any(not layer.is_initialized for layer in kv.layers):
         raise UnsupportedModel(f"{len(kv.layers)} of {n_layers} layers keep keys and values of their own")
     candidates = [LayerRope(None), *_candidates(model)]

@@ -38,7 +38,7 @@ def forward_rows(
     """
     model: nn.Module = lm.fused_model
     if hooked_pass is not None:
-        model = model_view(model, lm.fused_model.get_decoder(), lm.n_layers, hooked_pass)
+        model = model_view(model, lm.fused_model.get_decoder(), hooked_pass)
     logits = model(**model_inputs(ids, plan, buffer), logits_to_keep=1).logits
     return logits[0, -1].float()  # type: ignore[no-any-return]
 
@@ -65,10 +65,12 @@ def forward_hidden(
 ) -> None:
     """Compute the plan's rows through the first `depth` layers only, to get their keys, values and queries.
 
+    Layers that read another layer's keys are never among them.
+
     The ids are `[R]`, or `[B, R]` of the same rows of B sequences, as many as the buffer has.
     """
     decoder = lm.fused_model.get_decoder()
-    if hooked_pass is not None or depth < lm.n_layers:
+    if hooked_pass is not None or depth < lm.n_layers or lm.n_sharing:
         decoder = decoder_view(decoder, depth, hooked_pass)
     decoder(**model_inputs(ids, plan, buffer))
 

@@ -45,7 +45,7 @@ class LanguageModel:
         tokenizer: its fast tokenizer.
         name: the user's name for the model; for reports only.
         ropes: each layer's measured rotation.
-        shapes: each layer's shape of keys and values.
+        shapes: shape of keys and values of each layer that has its own; only these layers have ropes and windows too.
         sliding: each layer's sliding window in tokens, or None.
         context_window: the number of tokens that fit.
         fingerprint: identifies everything that stored keys and values depend on.
@@ -120,8 +120,13 @@ class LanguageModel:
 
     @property
     def n_layers(self) -> int:
-        """Number of decoder layers."""
+        """Number of decoder layers with keys and values of their own."""
         return len(self.shapes)
+
+    @cached_property
+    def n_sharing(self) -> int:
+        """Number of decoder layers behind these that read the keys and values of one of them."""
+        return int(self.model.config.get_text_config().num_hidden_layers) - self.n_layers
 
     @property
     def device(self) -> torch.device:

@@ -62,8 +62,14 @@ class HookedPass:
         self.row_layers = 0
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer on the rows that are left: `[..., R, H]` to `[..., R', H]`."""
-        left, initial_indices = self._narrow(layer)
+        """Run a layer on the rows that are left: `[..., R, H]` to `[..., R', H]`.
+
+        The hook does not see layers that read another layer's keys, to which some models give the last rows alone.
+        """
+        own = layer < len(self._buffer.keys)
+        if not own and hidden.shape[-2] < len(self.plan.rows):
+            return inner(hidden, *args, **{**kwargs, "fusion": self.plan})
+        left, initial_indices = self._narrow(layer) if own else (None, self._initial_indices(self.plan.rows))
         if left is not None:
             hidden = hidden.index_select(-2, left)
         n_rows = len(self._initial_plan.rows)
@@ -71,9 +77,9 @@ class HookedPass:
         for name, value in kwargs.items():
             if name in PER_ROW or _is_per_row(value, n_rows):
                 kwargs[name] = _select(value, initial_indices)
-        # Models differ in the name of the cache's argument.
-        cache = next(value for value in (*kwargs.values(), *args) if isinstance(value, Cache))
-        cache.layers[layer].at = self.plan.at
+        if own:  # models differ in the name of the cache's argument
+            cache = next(value for value in (*kwargs.values(), *args) if isinstance(value, Cache))
+            cache.layers[layer].at = self.plan.at
         kwargs["fusion"] = self.plan
         return inner(hidden, *args, **kwargs)
 
@@ -85,7 +91,10 @@ class HookedPass:
             left = torch.searchsorted(self.plan.rows, rows)
             self.plan = self._with_rows(rows)
         self.row_layers += len(rows)
-        return left, torch.searchsorted(self._initial_plan.rows, rows)
+        return left, self._initial_indices(rows)
+
+    def _initial_indices(self, rows: Tensor) -> Tensor:
+        return torch.searchsorted(self._initial_plan.rows, rows)
 
     @property
     def chosen(self) -> Tensor:

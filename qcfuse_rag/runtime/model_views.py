@@ -49,8 +49,8 @@ class HookedLayer(ModuleProxy):
         return self._layer_runner.run(self._index, self.inner, hidden_states, args, kwargs)
 
 
-def decoder_view(decoder: nn.Module, depth: int, layer_runner: LayerRunner | None) -> nn.Module:
-    """Return a view of a decoder with its first `depth` layers, computed by a layer runner if there is one."""
+def decoder_view(decoder: nn.Module, depth: int | None, layer_runner: LayerRunner | None) -> nn.Module:
+    """Return a view of a decoder with its first `depth` layers or all, computed by a layer runner if there is one."""
     layers = decoder._modules["layers"]
     assert isinstance(layers, nn.ModuleList)
     first: Sequence[nn.Module] = list(layers[:depth])
@@ -59,9 +59,9 @@ def decoder_view(decoder: nn.Module, depth: int, layer_runner: LayerRunner | Non
     return with_module(decoder, nn.ModuleList(first), instead=layers)
 
 
-def model_view(model: nn.Module, decoder: nn.Module, n_layers: int, layer_runner: LayerRunner) -> nn.Module:
+def model_view(model: nn.Module, decoder: nn.Module, layer_runner: LayerRunner) -> nn.Module:
     """Return a view of a model whose decoder layers are computed by a layer runner."""
-    return with_module(model, decoder_view(decoder, n_layers, layer_runner), instead=decoder)
+    return with_module(model, decoder_view(decoder, None, layer_runner), instead=decoder)
 
 
 class ViewCache:
@@ -70,9 +70,9 @@ class ViewCache:
     Only one pass at a time may run through them.
     """
 
-    def __init__(self, model: nn.Module, decoder: nn.Module, n_layers: int) -> None:
+    def __init__(self, model: nn.Module, decoder: nn.Module) -> None:
         self._decoder, self._current = decoder, _CurrentRunner()
-        self._model = model_view(model, decoder, n_layers, self._current)
+        self._model = model_view(model, decoder, self._current)
         self._decoders: dict[int, nn.Module] = {}
 
     @contextmanager

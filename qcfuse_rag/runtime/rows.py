@@ -87,6 +87,7 @@ class RowsPlan:
     on_host: Tensor | None = None
     row_blocks: dict[tuple[int, int | None], list[RowBlock]] = field(default_factory=dict)
     _visible_on_device: dict[int, Tensor] = field(default_factory=dict)
+    _last: dict[int, RowsPlan] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -120,6 +121,13 @@ class RowsPlan:
         """The rows as an index: a slice, which copies faster, if the host knows that they have no gaps."""
         first, host = self.length - len(self.rows), self.rows if self.rows.device.type == "cpu" else self.on_host
         return slice(first, self.length) if host is not None and int(host[0]) == first else self.rows
+
+    def last(self, count: int) -> RowsPlan:
+        """Return the plan of the last rows alone, which nothing observes; layers share it."""
+        if count not in self._last:
+            host = None if self.on_host is None else self.on_host[-count:]
+            self._last[count] = RowsPlan(self.rows[-count:], self.length, self.visible, None, self.windows, host)
+        return self._last[count]
 
     def visible_key(self, layer: int) -> int:
         """Return a key that is equal for layers in which rows see the same set of keys."""

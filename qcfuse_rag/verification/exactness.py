@@ -166,7 +166,7 @@ def _rounding_error(lm: LanguageModel, ids: Sequence[int], plain: Tensor) -> flo
 
     Its layers are converted one at a time, so that a large model fits.
     """
-    view = model_view(lm.model, lm.model.get_decoder(), lm.n_layers, _Float32Layers())
+    view = model_view(lm.model, lm.model.get_decoder(), _Float32Layers())
     inputs = {"input_ids": torch.tensor([ids], device=lm.device)}
     try:
         with stock_attention(lm):

@@ -177,6 +177,14 @@ def test_models_check_proves_a_model(run: Run, model_folder: str) -> None:
     assert "supported" in run("models", "check", model_folder, "--device", "cpu")[1]
 
 
+def test_models_check_says_what_is_stored(run: Run, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    build_model("gemma4-shared-keys").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code, out, _ = run("models", "check", tmp_path, "--device", "cpu")
+    assert code == 0
+    assert "7 layers, of which 4 are stored and the others read theirs" in " ".join(out.split())
+
+
 def test_models_check_refuses_with_the_reason(run: Run, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     build_model("llama", rope_parameters=rope).save_pretrained(tmp_path)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.floors import row_operations
 from qcfuse_rag import LanguageModel, QCFuseError
 from qcfuse_rag.cli.options import PlanOptions
 from qcfuse_rag.cli.plan import ModelShape, Rates, rates_of, shape_of, size_up
 from tests.support.cli import Run
+from tests.support.families import build_model
 
 
 def test_the_shape_of_an_8b_model() -> None:
@@ -26,6 +30,16 @@ def test_a_models_own_numbers_agree(llama: LanguageModel, model_folder: str) -> 
     shape = shape_of(model_folder)
     assert shape.kv * 4 == llama.kv_bytes_per_token
     assert shape.operations(100, 500) + 2 * shape.logit_weights == pytest.approx(row_operations(llama, 100, 1000))
+
+
+def test_layers_that_read_anothers_keys_store_nothing(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    lm = LanguageModel.wrap(build_model("gemma4-shared-keys"), tokenizer)
+    lm.model.save_pretrained(tmp_path)
+    shape = shape_of(str(tmp_path))
+    assert shape.kv * 4 == lm.kv_bytes_per_token
+    assert shape.attention == 4 * 4 * (4 * 16 + 3 * 32), "heads of two widths, in all seven layers"
+    looked_up = {id(part.weight) for part in lm.model.modules() if isinstance(part, nn.Embedding)}
+    assert shape.weights == sum(w.numel() for w in lm.model.parameters() if w.dim() > 1 and id(w) not in looked_up)
 
 
 def test_by_hand() -> None:

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
-    Gemma3nTextConfig,
     LlamaConfig,
     Mamba2Config,
     PreTrainedModel,
@@ -32,7 +31,7 @@ from qcfuse_rag.runtime.attention.dispatch import rows_attention
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.verification.exactness import check_exact
 from tests.runtime.test_attention import Layer
-from tests.support.families import SIZES, YARN, build_model
+from tests.support.families import SIZES, YARN, build_model, build_nested_model
 
 
 def changed(**fields: object) -> PreTrainedModel:
@@ -44,7 +43,6 @@ def changed(**fields: object) -> PreTrainedModel:
 
 
 RECURRENT = Mamba2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8)
-SHARED_KEYS = Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["full_attention"] * 4)
 ENCODER_DECODER = T5Config(vocab_size=64, d_model=32, d_ff=32, num_layers=2, num_heads=2, d_kv=16)
 
 
@@ -60,10 +58,11 @@ ENCODER_DECODER = T5Config(vocab_size=64, d_model=32, d_ff=32, num_layers=2, num
             lambda: changed(layer_types=["full_attention", "linear_attention"] * 2),
             "layers of type linear_attention keep a state",
         ),
-        (lambda: changed(config=SHARED_KEYS), "some layers keep no keys and values of their own"),
+        (lambda: changed(layer_types=["full_attention", "mlp"] * 2), "some layers keep no keys and values of their"),
+        (lambda: changed(layer_types=["full_attention"] * 3 + ["mlp"]), "some layers keep no keys and values of their"),
         (lambda: T5ForConditionalGeneration(ENCODER_DECODER), "encoder-decoder"),
     ],
-    ids=["dynamic RoPE", "recurrent", "linear attention", "shared keys", "encoder-decoder"],
+    ids=["dynamic RoPE", "recurrent", "linear attention", "no attention", "none at the end", "encoder-decoder"],
 )
 def test_a_model_that_cannot_be_right_is_refused(build: Callable[[], PreTrainedModel], message: str | None) -> None:
     with pytest.raises(UnsupportedModel, match=message):
@@ -163,6 +162,12 @@ def test_a_window_that_cannot_be_told_is_refused(tokenizer: PreTrainedTokenizerF
     model.get_decoder().layers[1].self_attn.sliding_window = 24
     with pytest.raises(UnsupportedModel, match="in a window of 24 tokens cannot be told"):
         LanguageModel.wrap(model, tokenizer)
+
+
+def test_a_model_that_can_see_shares_keys_too(tokenizer: PreTrainedTokenizerFast) -> None:
+    lm = LanguageModel.wrap(build_nested_model("gemma4-shared-keys"), tokenizer)
+    assert lm.n_sharing == 3
+    assert check_exact(lm).passed
 
 
 def test_latent_attention_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -37,6 +37,17 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
 
+SHARING = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention", "sliding_attention", "full_attention"]
+"""Of these layers, the last three read the keys and values of layers 2 and 3."""
+PER_LAYER = {
+    "num_hidden_layers": 7,
+    "num_kv_shared_layers": 3,
+    "layer_types": SHARING,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
@@ -98,12 +109,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN,
         },
     ),
+    "gemma3n-shared-keys": (
+        "gemma3n_text",
+        {**PER_LAYER, "altup_num_inputs": 2, "laurel_rank": 8},
+    ),
+    "gemma4-shared-keys": ("gemma4_text", {**PER_LAYER, "global_head_dim": 32, "use_double_wide_mlp": True}),
 }
 
 MAIN_FAMILIES = (
     "cohere2-interleaved",
     "gemma2-softcap",
     "gemma3-two-ropes",
+    "gemma4-shared-keys",
     "gpt-oss-sinks",
     "llama",
     "qwen2-moe-silent-window",
@@ -143,19 +160,22 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def build_nested_model(seed: int = 0, layers: int = 4) -> PreTrainedModel:
+def build_nested_model(name: str = "gemma3-two-ropes", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Draw a tiny model of a family that can see: its decoder is no child of the model itself, but deeper inside."""
-    text = {**SIZES, **FAMILIES["gemma3-two-ropes"][1], "num_hidden_layers": layers}
-    text["layer_types"] = text["layer_types"][:layers]
+    text = {**SIZES, **FAMILIES[name][1], **changes}
+    text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
     vision = {
         "hidden_size": 16,
         "intermediate_size": 16,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
+        "head_dim": 8,
         "image_size": 28,
         "patch_size": 14,
     }
-    config = CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision, mm_tokens_per_image=1)
+    config = CONFIG_MAPPING[FAMILIES[name][0].removesuffix("_text")](
+        text_config=text, vision_config=vision, mm_tokens_per_image=1
+    )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     assert model.get_decoder() not in model.children()

@@ -220,8 +220,8 @@ def whole_forward(lm: LanguageModel, ids: tuple[int, ...], table: Table, kept: l
 
 
 def eager_attention(lm: LanguageModel, ids: tuple[int, ...]) -> Tensor:
-    """Return transformers' own attention weights over a text, `[L, Hq, T, T]`."""
-    return whole_forward(lm, ids, plain_forward(lm, ids)[1], [[]] * lm.n_layers).attention
+    """Return transformers' own attention weights over a text, `[L, Hq, T, T]`, of layers with keys of their own."""
+    return whole_forward(lm, ids, plain_forward(lm, ids)[1], [[]] * lm.n_layers).attention[: lm.n_layers]
 
 
 def assert_chunk_is(lm: LanguageModel, chunk: ChunkKV, table: Table, start: int) -> None:

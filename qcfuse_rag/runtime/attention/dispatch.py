@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.models.compatibility import shared_layer
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import explicit_attention, seen_keys
 from qcfuse_rag.runtime.rows import AttentionParams, BatchPlan, RowBlock, RowsPlan, StepPlan
@@ -169,6 +170,9 @@ def rows_attention(
     in tokens, the plan's if the model passes none; the cap on scores through tanh (Gemma 2); `[Hq]` sink logits that
     take part in the softmax only (gpt-oss). The result is `[1, R, Hq, Dv]`, and None for the weights.
 
+    A layer that reads another layer's keys and values finds them where that layer does, and nothing observes it. A
+    model may give it queries of the last rows alone, those whose logits are wanted (Gemma 4).
+
     Raises:
         UnsupportedModel: if the model passes an unsupported argument, or does not pass the plan on.
     """
@@ -191,6 +195,12 @@ def rows_attention(
     if unsupported:
         raise UnsupportedModel(f"{type(module).__name__} attends by {', '.join(unsupported)}, which is not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    own_layers = layer + 1 if fusion.windows is None else len(fusion.windows)
+    shares = layer >= own_layers
+    if shares:
+        layer = shared_layer(module.config, layer, own_layers)
+        if isinstance(fusion, RowsPlan) and query.shape[2] < len(fusion.rows):
+            fusion = fusion.last(query.shape[2])
     planned = None if fusion.windows is None else fusion.windows[layer]
     window = planned if sliding_window == UNKNOWN_WINDOW else sliding_window
     if isinstance(fusion, BatchPlan):
@@ -204,7 +214,7 @@ def rows_attention(
     params = AttentionParams(scaling, softcap, window, s_aux)
     if isinstance(fusion, StepPlan):
         return _step_attention(query, fusion, layer, params), None
-    if fusion.observe is not None:
+    if fusion.observe is not None and not shares:
         fusion.observe(layer, query, key, params)
     if isinstance(fusion, TablePlan):
         from qcfuse_rag.runtime.kernels.table_attention import table_attention

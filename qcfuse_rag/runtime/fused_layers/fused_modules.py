@@ -241,7 +241,7 @@ class _FusedViewBuilder:
     def _rotation(self, own: Callable[..., Any]) -> Callable[..., Any] | None:
         from qcfuse_rag.runtime.fused_layers.pointwise import rotated
 
-        config = self._model.config.get_text_config()
+        config = self._model.config.get_text_config().per_layer_config[0]
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -231,9 +231,11 @@ def record_layers(
     lm: LanguageModel, rows: Sequence[int], open_recorder: Callable[[], GraphRecorder], exclusively: Exclusively
 ) -> tuple[dict[int, LayerGraphs], dict[int, str]]:
     """Record and check passes; return graphs by number of rows, and reasons for those without graphs."""
+    if lm.n_sharing:  # a replayed layer hands nothing to the layers that read its keys
+        return {}, dict.fromkeys(rows, "some layers read the keys and values of another")
     graphs: dict[int, LayerGraphs] = {}
     request = RebindableKVTable(lm.empty_buffer(1), lm.shapes, 1, lm.context_window.tokens)
-    views = ViewCache(lm.fused_model, lm.fused_model.get_decoder(), lm.n_layers)
+    views = ViewCache(lm.fused_model, lm.fused_model.get_decoder())
     memory: dict[object, Tensor] = {}
     refusals: dict[int, str] = {}
     # The largest number first: the others use a part of its memory.

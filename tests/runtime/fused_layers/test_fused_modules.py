@@ -27,6 +27,8 @@ FOUND = {
     "cohere2-interleaved": {"gates": LAYERS},
     "gemma2-softcap": {**EVERYTHING, "norms": 4 * LAYERS + 1},
     "gemma3-two-ropes": {**EVERYTHING, "norms": 6 * LAYERS + 1},
+    "gemma3n-shared-keys": {"norms": 62, "gates": 7},
+    "gemma4-shared-keys": {"norms": 48, "gates": 7},
     "gpt-oss-sinks": {"norms": 2 * LAYERS + 1},
     "gpt-neox": {"rotations": LAYERS},
     "phi3-partial-rotary": {"norms": 2 * LAYERS + 1, "rotations": LAYERS},
@@ -51,7 +53,7 @@ def expected_products(family: str, dtype: torch.dtype) -> dict[str, int]:
     """Return how many products have a view; the interpreter cannot multiply bfloat16 matrices."""
     joint = dtype == torch.float16 or (dtype == torch.bfloat16 and DEVICE.type == "cuda")
     projections = {"projections": LAYERS} if joint and family not in WITHOUT_PROJECTIONS else {}
-    outputs = {"outputs": LAYERS} if joint and family not in WITHOUT_OUTPUT else {}
+    outputs = {"outputs": 7 if "shared-keys" in family else LAYERS} if joint and family not in WITHOUT_OUTPUT else {}
     return {**projections, **outputs}
 
 

@@ -67,7 +67,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast, *, fused: bool = False) -> LanguageModel:
-    model = build_nested_model(layers=2) if family == "nested" else build_model(family, num_hidden_layers=2)
+    model = build_nested_model(num_hidden_layers=2) if family == "nested" else build_model(family, num_hidden_layers=2)
     lm = LanguageModel.wrap(model.to(DEVICE), tokenizer)
     if fused:
         lm.__dict__["fused_model"] = fused_view(lm.model)
@@ -129,6 +129,17 @@ def test_a_recorded_pass_is_the_pass(family: str, tokenizer: PreTrainedTokenizer
         compare_passes(passes, plain, rows)
         assert recorder.replayed == before + plain.n_layers
     assert passes.replayed == compared + 4
+
+
+@pytest.mark.parametrize("family", ["gemma3n-shared-keys", "gemma4-shared-keys"])
+def test_where_layers_share_keys_steps_are_recorded_and_passes_are_not(
+    family: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    lm = LanguageModel.wrap(build_model(family, num_hidden_layers=3, num_kv_shared_layers=1).to(DEVICE), tokenizer)
+    passes = recorded(PrefillRunner, lm, CountingRecorder(), 4)
+    assert passes.refusal is not None
+    assert "read the keys and values of another" in passes.refusal
+    compare_steps(recorded(DecodeRunner, lm, CountingRecorder(), 1, 2), lm, [70, 3])
 
 
 @pytest.mark.parametrize("family", STEP_FAMILIES)
