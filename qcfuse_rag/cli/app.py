@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import signal
 import sys
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.markup import escape
@@ -273,7 +276,7 @@ def models_check(
 def _code(module: str) -> Any:
     """Import a module of commands without garbage collection, which would go through the objects of all modules.
 
-    Later collections leave them out, until the process ends.
+    Later collections leave them out.
     """
     name = f"qcfuse_rag.cli.{module}"
     if "torch" in sys.modules:  # a program that imports models calls the command
@@ -283,7 +286,6 @@ def _code(module: str) -> Any:
         return import_module(name)
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # packages made with nanobind report what is left then
         gc.enable()
 
 
@@ -314,6 +316,21 @@ def main() -> None:
         raise
     finally:  # Python waits for threads now; Ctrl-C ends that without a traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run() -> NoReturn:
+    """Run the command line as a program, and end it without freeing every object of torch, which takes seconds."""
+    try:
+        main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def _interruption() -> str:

@@ -123,7 +123,7 @@ def test_no_question_is_stored_on_disk(say, library: Path, tmp_path: Path, monke
 @pytest.mark.slow
 def test_a_terminal_offers_earlier_questions_by_arrow_keys(library: Path, tmp_path: Path) -> None:
     """Ctrl-P, which is the arrow up on every terminal, brings the last line back."""
-    program = "from qcfuse_rag.cli.app import main; main()"
+    program = "from qcfuse_rag.cli.app import run; run()"
     command = [sys.executable, "-c", program, "chat", "--store", str(library), "--max-new-tokens", "2"]
     controller, terminal = pty.openpty()
     chat = subprocess.Popen(

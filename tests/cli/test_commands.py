@@ -332,14 +332,30 @@ def test_every_command_names_a_store_by_the_same_option() -> None:
             assert names["--store"].required, path
 
 
+@pytest.mark.parametrize(("ends", "code"), [("pass", 0), ("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('no')", 1)])
+def test_a_program_ends_with_the_commands_code_after_threads_and_exit_functions(ends: str, code: int) -> None:
+    program = (
+        "import atexit, sys, threading, time; from qcfuse_rag.cli import app\n"
+        "atexit.register(lambda: print('exit function'))\n"
+        "def main():\n"
+        "    threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        f"    {ends}\n"
+        "app.main = main; app.run()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split("\n")) == (code, ["thread", "exit function", ""])
+
+
 @pytest.mark.parametrize("command", [["--help"], ["warm", "status", "--store", "nowhere"]], ids=["success", "error"])
 def test_ctrl_c_while_threads_wind_down_ends_without_a_traceback(command: list[str], tmp_path: Path) -> None:
     program = (
-        "import sys, threading, time; from qcfuse_rag.cli.app import main\n"
+        "import sys, threading, time; from qcfuse_rag.cli import app\n"
         "threading.Thread(target=time.sleep, args=(60,)).start()\n"
-        f"sys.argv = ['qcfuse', *{command}]\n"
-        "try: main()\n"
-        "finally: print('main has ended', flush=True)"
+        f"sys.argv, main = ['qcfuse', *{command}], app.main\n"
+        "def said_to_end():\n"
+        "    try: main()\n"
+        "    finally: print('main has ended', flush=True)\n"
+        "app.main = said_to_end; app.run()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -330,7 +330,7 @@ def test_ctrl_c_ends_the_reading_of_a_long_text(model_folder: str, tmp_path: Pat
     (text := tmp_path / "long.txt").write_text(f"{PASSAGES[0]}\n\n" * (50_000_000 // len(PASSAGES[0])))
     command = ["warm", "run", str(text), "--store", str(tmp_path / "s"), "--model", model_folder, "--device", "cpu"]
     running = subprocess.Popen(
-        [sys.executable, "-c", "from qcfuse_rag.cli.app import main; main()", *command],
+        [sys.executable, "-c", "from qcfuse_rag.cli.app import run; run()", *command],
         stderr=subprocess.PIPE,
         text=True,
     )

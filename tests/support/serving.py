@@ -26,7 +26,7 @@ from qcfuse_rag.server.backend import EngineBackend
 from tests.support.engines import METHOD_OPTIONS
 from tests.support.passages import PASSAGES, QUESTION
 
-QCFUSE = (sys.executable, "-c", "from qcfuse_rag.cli.app import main; main()")
+QCFUSE = (sys.executable, "-c", "from qcfuse_rag.cli.app import run; run()")
 JSON = {"content-type": "application/json"}
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 12}
 
