@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, PromptTemplate, SamplingParams, make_method
-from qcfuse_rag.generation.completion import Detokenizer
+from qcfuse_rag.generation.completion import Detokenizer, end_tokens
 from qcfuse_rag.generation.sampling import Sampler
 from qcfuse_rag.generation.sampling_params import Fidelity
 from tests.support.families import build_tokenizer
@@ -36,6 +37,13 @@ def test_the_pieces_of_a_stream_are_the_answer(engine: FusionEngine) -> None:
     assert stream.generation is not None
     assert "".join(pieces) == stream.generation.text == engine.generate(prompt, params).text
     assert len(pieces) > 1
+
+
+@pytest.mark.parametrize(("configured", "ends"), [(None, {7}), (3, {3, 7}), ([3, 4], {3, 4, 7})])
+def test_the_models_and_the_tokenizers_end_tokens_end_an_answer(configured: object, ends: set[int]) -> None:
+    config = SimpleNamespace(eos_token_id=configured)
+    lm = SimpleNamespace(model=SimpleNamespace(generation_config=config), tokenizer=SimpleNamespace(eos_token_id=7))
+    assert end_tokens(lm) == ends  # type: ignore[arg-type]
 
 
 def test_decoding_over_a_fused_cache_equals_feeding_the_answer_as_rows(engine: FusionEngine) -> None:

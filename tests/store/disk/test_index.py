@@ -13,6 +13,7 @@ from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.admin import rebuild
 from qcfuse_rag.store.backends.base import Health, Miss
+from qcfuse_rag.store.backends.index import inode, open_index
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, in_a_child, put, taken
@@ -65,6 +66,19 @@ def test_a_damaged_or_missing_index_is_rebuilt_from_the_files(folder: Path) -> N
             assert ["has been rebuilt from the files" in note for note in store.notes] == [True] * (junk is not None)
             assert {(entry.address, entry.size_bytes, entry.kv_dtype) for entry in store.entries()} == before
             assert store.stats()[0].size_bytes == taken(folder) == 3 * ENTRY
+
+
+def test_an_index_that_another_process_has_rebuilt_meanwhile_stays(folder: Path) -> None:
+    with DiskStore(folder, 3 * ENTRY) as store:
+        put(store, 0, 1)
+    index, found_damaged = folder / "index", inode(folder / "index")
+    opened, repaired = open_index(index, found_damaged)
+    opened.close()
+    assert repaired is not None
+    rebuilt = inode(index)
+    opened, repaired = open_index(index, found_damaged if rebuilt != found_damaged else -1)
+    opened.close()
+    assert (repaired, inode(index)) == (None, rebuilt)
 
 
 @pytest.mark.parametrize("name", ["x${QCFUSE_ELSEWHERE}", "~", "100%?a#b"])
