@@ -47,7 +47,7 @@ def ask_library(
         print_left_out(summary)
         lm = engine.lm
     with open_session(library, config, options, lm=lm) as session:
-        answer = session.answer(question, max_new_tokens=max_new_tokens)
+        answer = session.answer(question, session.retrieve(question), max_new_tokens=max_new_tokens)
         if as_json:
             print_json(answer.to_dict(question))
         else:
@@ -109,10 +109,10 @@ class Conversation:
             PromptTooLong: if it is too long even without the earlier conversation.
         """
         self.last = None  # frees its keys and values
-        history = list(self.history)
+        history, retrieved = list(self.history), self.session.retrieve(question, self.history)
         while True:
             try:
-                answer = self.session.answer(question, history=history, max_new_tokens=self.max_new_tokens)
+                answer = self.session.answer(question, retrieved, history=history, max_new_tokens=self.max_new_tokens)
                 break
             except PromptTooLong:
                 if not history:

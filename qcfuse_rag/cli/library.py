@@ -9,16 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from qcfuse_rag.cli.console import print_note, status
 from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.library.folder import index_folder, open_library_store, refuse_store
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.library.folder import existing_store_folder, index_folder, open_library_store, refuse_store
 from qcfuse_rag.library.retriever import Retriever
 from qcfuse_rag.library.session import LibrarySession
 from qcfuse_rag.library.settings import LibrarySettings, embedder_name
+from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.verification.verdict import verdict_problem
 
@@ -34,17 +35,22 @@ def with_settings(config: EngineConfig, settings: LibrarySettings) -> EngineConf
 
 
 def open_engine(
-    store: KVStore, config: EngineConfig, settings: LibrarySettings | None = None, **given: Any
+    store: KVStore,
+    config: EngineConfig,
+    settings: LibrarySettings | None = None,
+    *,
+    method: Method | None = None,
+    lm: LanguageModel | None = None,
 ) -> FusionEngine:
     """Load an engine over an open store, which the caller closes; print notes on the bundled and on a changed model.
 
-    `given` are a method, or a model that is loaded already.
+    `lm` is a model that is loaded already.
     """
     config = replace(config, weights=config.weights or "model", verdict="ignore", compiled=False)
-    if given.get("lm") is None:
+    if lm is None:
         print_model_note(config)
-    with status("loading the model") if given.get("lm") is None else nullcontext():
-        engine = FusionEngine.load(config, store=store, **given)
+    with status("loading the model") if lm is None else nullcontext():
+        engine = FusionEngine.load(config, store=store, method=method, lm=lm)
     change = None if settings is None else settings.change_of_model(engine.lm.fingerprint)
     if change is not None:
         print_note("note:", change)
@@ -52,15 +58,18 @@ def open_engine(
 
 
 @contextmanager
-def open_session(library: Path, config: EngineConfig, options: AskOptions, **given: Any) -> Iterator[LibrarySession]:
+def open_session(
+    library: Path, config: EngineConfig, options: AskOptions, *, lm: LanguageModel | None = None
+) -> Iterator[LibrarySession]:
     """Open a library for questions, with its own model, method and wording where the options name none."""
     refuse_store(library)
+    existing_store_folder(library)  # do not create a library under a misspelt name
     settings = LibrarySettings.load(library)
     config = with_settings(config, settings)
     settings.require_caches(config.chosen_method())
     with open_library_store(library, tenant=options.tenant) as store:
-        retriever = Retriever(index_folder(library, store), embedder_name(options.embedder))
-        engine = open_engine(store, config, settings, **given)
+        retriever = Retriever.open(index_folder(library, store), embedder_name(options.embedder))
+        engine = open_engine(store, config, settings, lm=lm)
         print_verdict_note(engine)
         yield LibrarySession(engine, retriever, options.top_k, options.rerank, options.fidelity)
 

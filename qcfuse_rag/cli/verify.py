@@ -11,10 +11,9 @@ from qcfuse_rag.cli.console import OUT, print_json, print_line, progress_bar
 from qcfuse_rag.cli.library import open_engine, open_session, with_settings
 from qcfuse_rag.cli.options import AskOptions, VerifyOptions
 from qcfuse_rag.engine.config import EngineConfig
-from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.library.embedder import Embedder
+from qcfuse_rag.errors import MisplacedSetting, QCFuseError
 from qcfuse_rag.library.folder import existing_store_folder, index_folder, open_library_store
-from qcfuse_rag.library.index import METADATA, PassageIndex, embedder_source
+from qcfuse_rag.library.index import METADATA, PassageIndex
 from qcfuse_rag.library.rerank_check import NEAREST, check_reranking, read_questions
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.store.backends.memory import MemoryStore
@@ -27,6 +26,10 @@ def run_verify(config: EngineConfig, options: VerifyOptions, *, as_json: bool) -
 
     The passages are those of the library, or the demonstration's.
     """
+    reranks, default = options.rerank is not None, VerifyOptions()
+    misplaced = ("ratio", "size", "tokens", "kl", "agreement", "loss") if reranks else ("embedder",)
+    if given := [f"--{name}" for name in misplaced if getattr(options, name) != getattr(default, name)]:
+        raise MisplacedSetting(f"{', '.join(given)} has no effect {'with' if reranks else 'without'} --rerank")
     if options.rerank is not None:
         return verify_reranking(config, options, options.rerank, as_json=as_json)
     limits = VerifyLimits(kl=options.kl, agreement=options.agreement, loss=options.loss)
@@ -63,9 +66,7 @@ def verify_reranking(config: EngineConfig, options: VerifyOptions, path: Path, *
         raise QCFuseError("--rerank needs a library: name it by --store")
     asking = AskOptions(embedder=options.embedder, tenant=options.tenant)
     with open_session(options.store, config, asking) as session, progress_bar("reranking", "questions") as advance:
-        index = session.retriever.index
-        embed = Embedder(embedder_source(index.embedder))
-        found = check_reranking(session.engine, index, embed, questions, advance)
+        found = check_reranking(session.engine, session.retriever, questions, advance)
     if as_json:
         print_json(found.to_dict())
     else:

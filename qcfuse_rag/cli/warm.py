@@ -27,7 +27,7 @@ from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.corpus import MIN_TOKENS
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.library.documents import index_passages, vanished_files
+from qcfuse_rag.library.documents import Embed, index_passages, vanished_files
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.files import Unread, add_unread
 from qcfuse_rag.library.folder import (
@@ -249,11 +249,12 @@ def _read(
 
 
 def _index(
-    index: PassageIndex, folder: Path, passages: PassagesBySource, embed: Any, workers: RayWorkers | None
+    index: PassageIndex, folder: Path, passages: PassagesBySource, embed: Embed | None, workers: RayWorkers | None
 ) -> None:
     at_once = EMBEDDING_BATCH
     if workers is not None:
         at_once, embed = at_once * 16 * workers.count, partial(embed_on_ray, workers, embedder_source(index.embedder))
+    assert embed is not None  # without workers
     with progress_bar("indexing passages", "passages") as advance:
         index_passages(index, folder, passages, embed, at_once=at_once, progress=advance)
 

@@ -382,7 +382,7 @@ class FusionEngine:
         Passages that the store has not are computed for this call alone. What was reused is logged, at the level INFO.
 
         Args:
-            question: the question.
+            question: the question; of one longer than `fusion.rerank.QUESTION_CHARACTERS` its end, without blanks.
             passages: the passages, exactly as they were warmed.
             top_k: number of passages in the order; None for all.
             retrieved: the retriever's score of each passage, which counts as much as the likelihood. If any is None,
@@ -394,12 +394,13 @@ class FusionEngine:
             InvalidSetting: if the question has no text.
             InvalidTemplate: if the wording has the question before the passages, or no text between them.
         """
-        from qcfuse_rag.fusion.rerank import Reranking, rerank_prompts
+        from qcfuse_rag.fusion.rerank import QUESTION_CHARACTERS, Reranking, rerank_prompts
 
         if not passages:
             return Reranking()
         if self.corpus.evict_removed():
             self.prefixes.clear()
+        question = question.strip()[-QUESTION_CHARACTERS:]
         prompts = [self.prompts.build(question, [text]) for text in passages]
         for prompt in prompts:
             answer_room(self.lm, prompt, 0)

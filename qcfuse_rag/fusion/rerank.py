@@ -28,6 +28,8 @@ from qcfuse_rag.runtime.loading.sources import LateMissError
 from qcfuse_rag.runtime.rows import BatchPlan, RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 
+QUESTION_CHARACTERS = 1000
+"""Characters at the end of a question by which passages are ordered: all of them are computed for each passage."""
 ROWS = 256
 """Most rows of a pass over several passages; more take no less time each, and more memory."""
 PASS_BYTES = 1 << 30

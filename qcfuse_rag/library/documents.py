@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import Closed, QCFuseError, StoreError
-from qcfuse_rag.fusion.rerank import Reranking
 from qcfuse_rag.ingestion.warm_job import Progress
 from qcfuse_rag.library.index import PassageIndex, forget_passages
 from qcfuse_rag.library.readers import TextSplitting, is_markdown
-from qcfuse_rag.library.retriever import QUERY_CHARACTERS, RetrievedPassage, Retriever
+from qcfuse_rag.library.retriever import QUERY_CHARACTERS, Retrieved, Retriever
+
+Embed = Callable[[Sequence[str]], NDArray[np.float32]]
+"""Turns texts into `[N, D]` vectors of length 1."""
 
 INDEX_SAVE_INTERVAL_S = 30.0
 PASSAGE_TOKENS = 384
@@ -48,14 +50,14 @@ def index_passages(
     index: PassageIndex,
     folder: Path,
     passages: Mapping[str, list[str]],
-    embed: Callable[[Sequence[str]], NDArray[np.float32]],
+    embed: Embed,
     *,
     at_once: int,
     progress: Progress,
 ) -> None:
     """Embed the passages of new and changed documents, and save the index at intervals and at the end.
 
-    At least `at_once` passages are embedded together; `embed` returns `[N, D]` vectors of length 1.
+    At least `at_once` passages are embedded together.
     """
     indexed = index.by_source()
     changed = {source: texts for source, texts in passages.items() if indexed.get(source) != texts}
@@ -101,7 +103,7 @@ class ServedLibrary(Retriever):
         editable: bool = True,
         changing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        vars(self).update(vars(opened))
+        super().__init__(opened._folder, opened._index, opened._embed)
         self.editable = editable
         self._engine, self._count = engine, count
         self._reranker = engine if rerank else None
@@ -109,7 +111,7 @@ class ServedLibrary(Retriever):
         self.forget_listeners: list[Callable[[str], int | None]] = []
         self._splitting = TextSplitting(engine.lm.tokenizer, PASSAGE_TOKENS) if editable else None
 
-    def retrieve_for(self, question: str, after: str | None) -> tuple[list[RetrievedPassage], Reranking | None]:
+    def retrieve_for(self, question: str, after: str | None) -> Retrieved:
         """Return the best passages for a question after an earlier one, if there is one; see `retrieve_reranked`."""
         return self.retrieve_reranked(self._reranker, question, self._count, after=after)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.library.index import IndexedPassage, PassageIndex
+from qcfuse_rag.library.index import IndexedPassage
+from qcfuse_rag.library.retriever import Retriever
 
 NEAREST = 40
 """Passages to order for each question."""
@@ -34,8 +34,10 @@ class KnownQuestion(BaseModel):
     source: str = ""
 
     def is_right(self, passage: IndexedPassage) -> bool:
-        """Return whether a passage is one of those to be found; a source may be given by its end."""
-        return self.answer.lower() in passage.text.lower() and passage.source.endswith(self.source)
+        """Return whether a passage is one of those to be found; a source may be given by the end of its path."""
+        return self.answer.lower() in passage.text.lower() and (
+            not self.source or f"/{passage.source}".endswith(f"/{self.source}")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def read_questions(path: Path) -> list[KnownQuestion]:
         QCFuseError: if the file cannot be read, has no question, or a line is no question with an answer or a source.
     """
     try:
-        lines = [line for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
+        lines = [line for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
         questions = [KnownQuestion.model_validate_json(line) for line in lines]
     except (OSError, UnicodeError, ValidationError):
         questions = []
@@ -98,15 +100,15 @@ def read_questions(path: Path) -> list[KnownQuestion]:
 
 def check_reranking(
     engine: FusionEngine,
-    index: PassageIndex,
-    embed: Callable[[Sequence[str]], NDArray[np.float32]],
+    retriever: Retriever,
     questions: Sequence[KnownQuestion],
     progress: Callable[[int, int], None],
 ) -> RerankCheck:
     """Order the passages nearest to each question by the retriever, and by `FusionEngine.rerank` with its scores."""
     ranks = []
     for done, known in enumerate(questions, 1):
-        found = index.search(embed([known.question]), NEAREST)
+        index = retriever.index
+        found = index.search(retriever.embed_questions([known.question]), NEAREST)
         passages, scores = [index.passages[row] for row, _ in found], [score for _, score in found]
         order = engine.rerank(known.question, [passage.text for passage in passages], retrieved=scores).order
         right = [known.is_right(passage) for passage in passages]
@@ -116,12 +118,12 @@ def check_reranking(
     differences = reciprocal[:, 1] - reciprocal[:, 0]
     drawn = np.random.default_rng(0).choice(differences, (2000, len(differences))).mean(axis=1)
     low, high = np.quantile(drawn, (0.025, 0.975)).tolist()
-    retriever, reranked = (
+    alone, reranked = (
         {"recall@1": float((of == 1).mean()), "recall@4": float((of >= 1 / 4).mean()), "mrr": float(of.mean())}
         for of in reciprocal.T
     )
     found_count = int((reciprocal[:, 0] > 0).sum())
-    return RerankCheck(len(questions), found_count, retriever, reranked, float(differences.mean()), (low, high))
+    return RerankCheck(len(questions), found_count, alone, reranked, float(differences.mean()), (low, high))
 
 
 def _rank(right: Sequence[bool]) -> float:

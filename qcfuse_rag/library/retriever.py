@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import DEFAULT_EMBEDDER, IndexedPassage, PassageIndex, RetrievalLog, embedder_source
 
@@ -33,9 +36,6 @@ CANDIDATES, MOST_CANDIDATES = 4, 64
 SEARCHES = 3
 """Most searches for a question while documents change; after the last, what was forgotten is left out."""
 
-RERANKED_CHARACTERS = 1000
-"""Characters at the end of a question by which passages are reranked: all of them are computed for each passage."""
-
 
 @dataclass(frozen=True, slots=True)
 class RetrievedPassage:
@@ -54,23 +54,29 @@ class RetrievedPassage:
     score: float
 
 
+Retrieved = tuple[list[RetrievedPassage], "Reranking | None"]
+"""Passages, best first, and what reranking them reused; None if nothing was reranked."""
+
+
 class Retriever:
-    """Retrieve passages from the index in a folder.
+    """Retrieve passages from the index in a folder, by its embedding model.
 
-    Args:
-        folder: of the index; what is retrieved is noted in its log, the question is not.
-        embedder: name of the embedding model that the index was made with.
-
-    Raises:
-        QCFuseError: if there is no index, it cannot be read, or it was made with another embedding model.
-        ModelNotFound: if the embedding model cannot be loaded.
+    What is retrieved is noted in the folder's log, the question is not.
     """
 
-    def __init__(self, folder: Path, embedder: str = DEFAULT_EMBEDDER) -> None:
-        self._folder, self._index = folder, PassageIndex.load(folder, embedder)
-        self._log = RetrievalLog(folder)
-        self._embed = Embedder(embedder_source(embedder))
+    def __init__(self, folder: Path, index: PassageIndex, embed: Embedder) -> None:
+        self._folder, self._index, self._embed, self._log = folder, index, embed, RetrievalLog(folder)
         self._embedding = threading.Lock()  # tokenizers cannot be used by two threads at once
+
+    @staticmethod
+    def open(folder: Path, embedder: str = DEFAULT_EMBEDDER) -> Retriever:
+        """Open the index in a folder, made with the embedding model of this name.
+
+        Raises:
+            QCFuseError: if there is no index, it cannot be read, or it was made with another embedding model.
+            ModelNotFound: if the embedding model cannot be loaded.
+        """
+        return Retriever(folder, PassageIndex.load(folder, embedder), Embedder(embedder_source(embedder)))
 
     @property
     def index(self) -> PassageIndex:
@@ -78,6 +84,11 @@ class Retriever:
         if not self._index.is_current(self._folder):
             self._index = PassageIndex.load(self._folder, self._index.embedder)
         return self._index
+
+    def embed_questions(self, questions: Sequence[str]) -> NDArray[np.float32]:
+        """Return `[N, D]` vectors of length 1, of which long questions give their beginnings."""
+        with self._embedding:
+            return self._embed([question[:QUERY_CHARACTERS] for question in questions])
 
     def retrieve(self, question: str, count: int, *, after: str | None = None) -> list[RetrievedPassage]:
         """Return the `count` passages nearest to a question, best first.
@@ -89,15 +100,14 @@ class Retriever:
 
     def retrieve_reranked(
         self, engine: FusionEngine | None, question: str, count: int, *, after: str | None = None
-    ) -> tuple[list[RetrievedPassage], Reranking | None]:
+    ) -> Retrieved:
         """Return the best of several times as many nearest passages, by `FusionEngine.rerank`, and what that reused.
 
         Without an engine, or without words in the question, they are the nearest. A question after an earlier one is
         reranked by behind that one.
         """
         queries = [question] if after is None else [question, f"{after} {question}"]
-        with self._embedding:
-            vectors = self._embed([query[:QUERY_CHARACTERS] for query in queries])
+        vectors = self.embed_questions(queries)
         engine = engine if question.strip() else None
         fetched = count if engine is None else max(count, min(CANDIDATES * count, MOST_CANDIDATES))
         reranking: Reranking | None = None
@@ -106,7 +116,7 @@ class Retriever:
             found, passages = index.search(vectors, fetched), index.passages
             if engine is not None:
                 texts, scores = [passages[row].text for row, _ in found], [score for _, score in found]
-                reranking = engine.rerank(queries[-1][-RERANKED_CHARACTERS:], texts, count, retrieved=scores)
+                reranking = engine.rerank(queries[-1], texts, count, retrieved=scores)
                 found = [found[place] for place in reranking.order]
             self._log.note(passages[row].text for row, _ in found)
             if self.index is index:

@@ -16,7 +16,7 @@ from qcfuse_rag.generation.decoding import Generation, TextStream
 from qcfuse_rag.generation.response_format import Delta, ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
-from qcfuse_rag.library.retriever import RetrievedPassage, Retriever
+from qcfuse_rag.library.retriever import Retrieved, RetrievedPassage, Retriever
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_html
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import Message
@@ -81,16 +81,22 @@ class LibrarySession:
     rerank: bool = False
     fidelity: Fidelity = "fast"
 
-    def answer(self, question: str, *, history: Sequence[Message] = (), max_new_tokens: int) -> LibraryAnswer:
-        """Retrieve passages for a question after earlier turns, prefill the prompt, and return the answer as a stream.
+    def retrieve(self, question: str, history: Sequence[Message] = ()) -> Retrieved:
+        """Retrieve passages for a question after earlier turns."""
+        asked = [text for role, text in history if role == "user"]
+        return self.retriever.retrieve_reranked(
+            self.engine if self.rerank else None, question, self.count, after=asked[-1] if asked else None
+        )
+
+    def answer(
+        self, question: str, retrieved: Retrieved, *, history: Sequence[Message] = (), max_new_tokens: int
+    ) -> LibraryAnswer:
+        """Prefill a question after earlier turns over retrieved passages; return the answer as a stream.
 
         Raises:
             PromptTooLong: if passages exceed the model's context window, or do with history and the whole answer.
         """
-        asked = [text for role, text in history if role == "user"]
-        passages, reranking = self.retriever.retrieve_reranked(
-            self.engine if self.rerank else None, question, self.count, after=asked[-1] if asked else None
-        )
+        passages, reranking = retrieved
         prompt = self.engine.prompt(question, [passage.text for passage in passages], history)
         if history and answer_room(self.engine.lm, prompt, max_new_tokens) < max_new_tokens:
             raise PromptTooLong(f"the earlier turns leave no room for an answer of {max_new_tokens:,} tokens")

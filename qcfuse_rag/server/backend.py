@@ -187,7 +187,7 @@ class EngineBackend:
             others: list[RequestHandle] = []
             for number in range(1, request.answer_count):
                 params = replace(first.params, seed=next_seed(first.params.seed, number))
-                others.append(await self._queue(partial(lambda *made: made[:2], first.prompt, params), first.method))
+                others.append(await self._queue(partial(lambda made, _: made, (first.prompt, params)), first.method))
                 started.append(others[-1])
             for other in others:
                 yield other

@@ -101,7 +101,7 @@ class LibraryServer:
 def open_passages(folder: Path, embedder: str | None) -> Retriever | None:
     """Open the passages of the library round a store, given the folder of either; None if it has none."""
     passages = index_folder(library_of(folder))
-    return Retriever(passages, embedder_name(embedder)) if (passages / METADATA).is_file() else None
+    return Retriever.open(passages, embedder_name(embedder)) if (passages / METADATA).is_file() else None
 
 
 def make_server(

@@ -12,13 +12,16 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.cli.ask import Conversation, _uninterrupted
 from qcfuse_rag.errors import PromptTooLong
+from qcfuse_rag.library.retriever import Retrieved
 from qcfuse_rag.library.session import LibraryAnswer
+from qcfuse_rag.prompts.template import Message
 from tests.support.cli import Run
 from tests.support.families import build_model
 
@@ -70,15 +73,26 @@ def test_explain_writes_the_page_of_the_last_answer_and_names_it(say, tmp_path: 
     assert "Passage 1: harbour.md" in page.read_text(), "without the folders of this machine"
 
 
-def test_a_question_that_never_fits_leaves_the_conversation_as_it_was() -> None:
-    def answer(question: str, **_: object) -> LibraryAnswer:
+def test_a_question_that_never_fits_is_retrieved_for_once_and_leaves_the_conversation_as_it_was() -> None:
+    retrieved_after, answered_after = list[list[Message]](), list[list[Message]]()
+
+    def retrieve(question: str, history: list[Message]) -> Retrieved:
+        retrieved_after.append(list(history))
+        return [], None
+
+    def answer(question: str, retrieved: Retrieved, *, history: list[Message], **_: object) -> LibraryAnswer:
+        assert retrieved == ([], None)
+        answered_after.append(list(history))
         raise PromptTooLong(f"{question} exceeds the context window")
 
-    turns = [("user", "Who?"), ("assistant", "Orla.")]
-    conversation = Conversation(SimpleNamespace(answer=answer), 3, list(turns))  # type: ignore[arg-type]
+    turns: list[Message] = [("user", "Who?"), ("assistant", "Orla."), ("user", "When?"), ("assistant", "Today.")]
+    session: Any = SimpleNamespace(answer=answer, retrieve=retrieve)
+    conversation = Conversation(session, 3, list(turns))
     with pytest.raises(PromptTooLong):
         conversation.ask("too long")
     assert conversation.history == turns
+    assert retrieved_after == [turns]
+    assert answered_after == [turns, turns[2:], []]
 
 
 def test_an_unknown_error_does_not_end_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:

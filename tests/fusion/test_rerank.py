@@ -141,10 +141,23 @@ def test_damaged_caches_are_computed_anew(llama: LanguageModel) -> None:
     assert "passages computed in full" in str(found.fallback)
 
 
+@pytest.mark.parametrize("before", ["", "x", "Why? " * 100_000], ids=["all", "one more", "many more"])
+def test_passages_are_ordered_by_the_end_of_a_question(
+    llama: LanguageModel, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """So no question is many rows for each passage; blanks behind it are no part of it."""
+    monkeypatch.setattr("qcfuse_rag.fusion.rerank.QUESTION_CHARACTERS", 80)
+    engine, end = FusionEngine(llama, MemoryStore(), method=REUSE), QUESTION.rjust(80, "y")
+    expected = engine.rerank(end, PASSAGES)
+    found = engine.rerank(f"{before}{end}{' ' * 1000}", PASSAGES)
+    assert (found.likelihoods, found.rows) == (expected.likelihoods, expected.rows)
+    assert engine.rerank(end[1:], PASSAGES).likelihoods != expected.likelihoods
+
+
 def test_what_cannot_be_ordered_is_refused(llama: LanguageModel) -> None:
     engine = FusionEngine(llama, MemoryStore(), method=REUSE)
     with pytest.raises(InvalidSetting, match="question without text"):
-        engine.rerank("", PASSAGES)
+        engine.rerank(" " * 2000, PASSAGES)
     with pytest.raises(PromptTooLong):
         engine.rerank(QUESTION, [PASSAGES[0], PASSAGES[0] * 100])
     for text in ("{question} {context} Answer:", "{context}{question}"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,8 @@ def check(*answers: str) -> RerankCheck:
     questions = [KnownQuestion(question="Which?", answer=answer) for answer in answers]
     steps: list[tuple[int, int]] = []
     engine: Any = Reversing()
-    index = PassageIndex("any", PASSAGES, VECTORS)
-    found = check_reranking(engine, index, embed, questions, lambda *step: steps.append(step))
+    retriever: Any = SimpleNamespace(index=PassageIndex("any", PASSAGES, VECTORS), embed_questions=embed)
+    found = check_reranking(engine, retriever, questions, lambda *step: steps.append(step))
     assert steps == [(done, len(answers)) for done in range(1, len(answers) + 1)]
     return found
 
@@ -84,6 +85,9 @@ def test_the_verdict_is_beyond_chance(answers: list[str], said: str, passed: boo
         ({"source": "c.md"}, "c"),
         ({"source": "docs/c.md", "answer": "is c"}, "c"),
         ({"source": "c.md", "answer": "is d"}, ""),
+        ({"source": "/c.md"}, ""),
+        ({"source": ".md"}, ""),
+        ({"source": "ocs/c.md"}, ""),
     ],
 )
 def test_a_right_passage_has_the_answer_and_the_source(known: dict[str, str], right: str) -> None:
@@ -96,11 +100,12 @@ def test_questions_are_json_lines(tmp_path: Path) -> None:
     path.write_text(
         json.dumps({"question": "Who?", "answer": "Ann", "id": 7})
         + "\n\n"
-        + '{"question": "Where?", "source": "a.md"}\n'
+        + '{"question": "Where?\u2028Here\x85", "source": "a.md"}\r\n',
+        "utf-8",
     )
     assert [(known.question, known.answer, known.source) for known in read_questions(path)] == [
         ("Who?", "Ann", ""),
-        ("Where?", "", "a.md"),
+        ("Where?\u2028Here\x85", "", "a.md"),
     ]
     for text in ("", "no JSON", '{"answer": "Ann"}', '{"question": "Who?"}', '{"question": " ", "answer": "Ann"}'):
         path.write_text(text)

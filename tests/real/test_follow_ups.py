@@ -73,7 +73,7 @@ def guide(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
     texts = [text for passages in documents.values() for text in passages]
     index.replace(documents, Embedder(embedder_source(DEFAULT_EMBEDDER))(texts))
     index.save(folder)
-    return Retriever(folder)
+    return Retriever.open(folder)
 
 
 def found(guide: Retriever, question: str, words: str, after: str | None) -> bool:

@@ -39,7 +39,7 @@ def library(tmp_path: Path, engine: FusionEngine, embedder: Embedder) -> ServedL
     index = PassageIndex(DEFAULT_EMBEDDER)
     index.replace({"mill.md": PASSAGES}, embedder(PASSAGES))
     index.save(tmp_path / "passages")
-    return ServedLibrary(Retriever(tmp_path / "passages"), engine)
+    return ServedLibrary(Retriever.open(tmp_path / "passages"), engine)
 
 
 @pytest.fixture

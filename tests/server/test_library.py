@@ -71,7 +71,7 @@ def folder(tmp_path: Path, embedder: Embedder) -> Path:
 
 @pytest.fixture
 def library(folder: Path, engine: FusionEngine) -> ServedLibrary:
-    return ServedLibrary(Retriever(folder), engine, count=2)
+    return ServedLibrary(Retriever.open(folder), engine, count=2)
 
 
 async def add(http: httpx.AsyncClient, documents: dict[str, str], **fields: Any) -> httpx.Response:
@@ -83,7 +83,7 @@ async def test_what_is_retrieved_is_answered_from_and_named(
     http: httpx.AsyncClient, engine: FusionEngine, folder: Path
 ) -> None:
     body = (await ask(http, documents="library")).json()
-    found = Retriever(folder).retrieve(QUESTION, 2)
+    found = Retriever.open(folder).retrieve(QUESTION, 2)
     expected = engine.generate(
         engine.prompt(QUESTION, [passage.text for passage in found]), SamplingParams(max_new_tokens=12)
     )
@@ -96,15 +96,15 @@ async def test_what_is_retrieved_is_answered_from_and_named(
 async def test_a_server_that_reranks_answers_from_the_best_of_more_and_says_so(
     engine: FusionEngine, folder: Path
 ) -> None:
-    library = ServedLibrary(Retriever(folder), engine, count=1, rerank=True)
+    library = ServedLibrary(Retriever.open(folder), engine, count=1, rerank=True)
     async with serving(engine, library=library) as http:
         body = (await ask(http, documents="library")).json()
-    near = Retriever(folder).retrieve(QUESTION, 3)
+    near = Retriever.open(folder).retrieve(QUESTION, 3)
     best = engine.rerank(QUESTION, [one.text for one in near], retrieved=[one.score for one in near])
     assert [document["source"] for document in body["documents"]] == [near[best.order[0]].source]
     reranking = body["fusion"]["reranking"]
     assert (reranking["passages"], reranking["reused"], reranking["rows"]) == (3, 3, best.rows)
-    async with serving(engine, library=ServedLibrary(Retriever(folder), engine)) as http:
+    async with serving(engine, library=ServedLibrary(Retriever.open(folder), engine)) as http:
         assert "reranking" not in (await ask(http, documents="library")).json()["fusion"]
 
 
@@ -198,7 +198,7 @@ async def test_documents_are_listed_by_short_names_with_their_passages(http: htt
 async def test_a_library_that_is_not_editable_is_listed_and_left_as_it_is(
     engine: FusionEngine, backend: EngineBackend, folder: Path
 ) -> None:
-    library = ServedLibrary(Retriever(folder), engine, editable=False)
+    library = ServedLibrary(Retriever.open(folder), engine, editable=False)
     async with client(make_app(backend, library=library)) as http:
         listed = (await http.get("/v1/documents")).json()
         assert (len(listed["data"]), listed["editable"]) == (3, False)
@@ -407,7 +407,7 @@ async def test_beside_another_job_nothing_changes(engine: FusionEngine, folder: 
         raise Busy("another job is warming")
         yield
 
-    async with serving(engine, library=ServedLibrary(Retriever(folder), engine, changing=busy)) as http:
+    async with serving(engine, library=ServedLibrary(Retriever.open(folder), engine, changing=busy)) as http:
         added = await add(http, {"a.md": "x"}, stream=stream)
         assert "another job is warming" in added.text
         assert added.status_code == (200 if stream else 409)
@@ -494,7 +494,7 @@ async def test_servers_follow_what_others_change_in_the_library(
     http: httpx.AsyncClient, library: ServedLibrary, engine: FusionEngine, folder: Path
 ) -> None:
     """Another server, `qcfuse store forget` and `qcfuse warm run` forget, replace and add documents."""
-    other = ServedLibrary(Retriever(folder), engine, count=2)
+    other = ServedLibrary(Retriever.open(folder), engine, count=2)
     other.forget("ferry.md")
     other.add({"mill.md": HARBOUR, "new.md": PASSAGES[0]}, lambda done, total: None)
     listed = (await http.get("/v1/documents")).json()["data"]
@@ -646,7 +646,7 @@ async def test_a_document_is_known_by_its_short_name_too(
     index = PassageIndex(DEFAULT_EMBEDDER)
     index.replace({source: [text] for source, text in zip(sources, PASSAGES, strict=True)}, embedder(PASSAGES))
     index.save(folder)
-    library = ServedLibrary(Retriever(folder), engine)
+    library = ServedLibrary(Retriever.open(folder), engine)
     async with serving(engine, library=library) as http:
         await add(http, {"mill.md": HARBOUR})
         listed = (await http.get("/v1/documents")).json()["data"]

@@ -191,7 +191,8 @@ class RunningLibrary:
         with open_session(self.folder, self.config, AskOptions()) as session:
             while True:
                 begun = time.monotonic_ns()
-                answer = session.answer(self.question(), max_new_tokens=1)
+                asked = self.question()
+                answer = session.answer(asked, session.retrieve(asked), max_new_tokens=1)
                 answer.stream.result()
                 self.note(begun, [passage.source for passage in answer.passages])
                 time.sleep(0.02)
