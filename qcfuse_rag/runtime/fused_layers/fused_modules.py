@@ -363,5 +363,6 @@ def single_row_view(module: Module) -> Module:
 
 def _part(module: nn.Module) -> nn.Module:
     if is_product(module):
-        return SingleRowProduct(module) if module.weight.dtype == torch.bfloat16 else module
+        plain = type(module.weight) is nn.Parameter  # torchao's formats say that they are bfloat16, too
+        return SingleRowProduct(module) if plain and module.weight.dtype == torch.bfloat16 else module
     return single_row_view(module) if module._modules else module

@@ -49,12 +49,18 @@ def test_products_have_the_shape_and_dtype_of_the_layers(shape: tuple[int, ...],
     assert torch.allclose(result.float(), expected.float(), rtol=0.01, atol=0.01)
 
 
+class Packed(torch.Tensor):
+    """A weight in a format of another library."""
+
+
 def test_other_layers_stay_as_they_are() -> None:
     hooked = nn.Linear(8, 8).bfloat16()
     hooked.register_forward_hook(lambda *_: None)
-    module = nn.Sequential(nn.Linear(8, 8), hooked, nn.Sequential(nn.Linear(8, 8).bfloat16()))
+    packed = nn.Linear(8, 8).bfloat16()
+    packed.weight = nn.Parameter(packed.weight.data.as_subclass(Packed))
+    module = nn.Sequential(nn.Linear(8, 8), hooked, packed, nn.Sequential(nn.Linear(8, 8).bfloat16()))
     view = single_row_view(module)
-    assert list(view)[:2] == list(module)[:2]
+    assert list(view)[:3] == list(module)[:3]
     assert products(view) == 1
 
 
