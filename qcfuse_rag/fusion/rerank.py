@@ -32,6 +32,8 @@ QUESTION_CHARACTERS = 1000
 """Characters at the end of a question by which passages are ordered: all of them are computed for each passage."""
 ROWS = 256
 """Most rows of a pass over several passages; more take no less time each, and more memory."""
+SCORED_TOKENS = 256
+"""Most tokens of a question that are scored, the last ones; the scores of one take a number for each word."""
 PASS_BYTES = 1 << 30
 """Most bytes of keys and values of a pass over several passages."""
 
@@ -41,7 +43,7 @@ class Reranking:
     """Passages in the order of their scores.
 
     Attributes:
-        likelihoods: of each passage, in the order given: the mean log-likelihood of the question's tokens, in nats.
+        likelihoods: of each passage, in the order given: the mean log-likelihood of the question's last tokens, in nats.
         scores: what orders them: the likelihoods, or their sum with the retriever's scores, both standardised.
         order: indices of the best passages, best first.
         lookups: for each passage, whether its keys and values were reused.
@@ -185,10 +187,10 @@ def place_passages(runner: ModelRunner, prompt: Prompt, method: Method, wait_bud
 
 
 def question_likelihoods(placed: Sequence[FusedPrompt]) -> list[float]:
-    """Return the mean log-likelihood of the question's tokens behind each passage, in nats."""
+    """Return the mean log-likelihood of the question's last tokens behind each passage, in nats."""
     prompt = placed[0].prompt
     start, stop = question_range(prompt)
-    tokens = next(len(span) for span in prompt.spans if span.segment.role is Role.QUESTION)
+    tokens = next(min(len(span), SCORED_TOKENS) for span in prompt.spans if span.segment.role is Role.QUESTION)
     lm, firsts = placed[0].lm, [question_range(fused.prompt)[0] for fused in placed]
     plans = [RowsPlan.between(first, first + stop - start, lm.device, lm.sliding) for first in firsts]
     batch = BatchPlan(plans, [fused.await_all() for fused in placed])

@@ -24,14 +24,14 @@ from tests.support.passages import PASSAGES, QUESTION
 REUSE = make_method("reuse", base=FRAMED)
 
 
-def reference(engine: FusionEngine, text: str) -> float:
-    """The mean log-likelihood of the question, computed slowly."""
+def reference(engine: FusionEngine, text: str, most: int | None = None) -> float:
+    """The mean log-likelihood of the question, or of its last tokens, computed slowly."""
     prompt = engine.prompts.build(QUESTION, [text])
     asked = engine.prompts.tokens.ids(QUESTION)
     stop = next(span.stop for span in prompt.spans if span.segment.ids == asked)
     logits = references.plain_forward(engine.lm, prompt.ids[:stop])[0]
     chances = logits.log_softmax(-1)[torch.arange(stop - len(asked) - 1, stop - 1), list(asked)]
-    return float(chances.mean())
+    return float(chances[-(most or len(asked)) :].mean())
 
 
 @pytest.mark.parametrize("warmed", [len(PASSAGES), 1, 0], ids=["stored", "one stored", "none stored"])
@@ -46,6 +46,16 @@ def test_scores_are_those_of_a_plain_forward_whatever_is_stored(family: Language
     alone = [engine.rerank(QUESTION, [text]).scores[0] for text in PASSAGES]
     assert found.scores == pytest.approx(alone, abs=1e-4), "passages of a pass do not see each other"
     assert not engine.rerank(QUESTION, []).scores
+
+
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_the_last_tokens_of_a_long_question_are_scored(
+    llama: LanguageModel, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr("qcfuse_rag.fusion.rerank.SCORED_TOKENS", most)
+    engine = make_warmed_engine(llama, method=REUSE)
+    expected = [reference(engine, text, most) for text in PASSAGES]
+    assert engine.rerank(QUESTION, PASSAGES).scores == pytest.approx(expected, abs=1e-4)
 
 
 def test_only_the_questions_rows_are_computed_for_stored_passages(llama: LanguageModel) -> None:
