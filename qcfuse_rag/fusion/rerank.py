@@ -43,7 +43,7 @@ class Reranking:
     """Passages in the order of their scores.
 
     Attributes:
-        likelihoods: of each passage, in the order given: the mean log-likelihood of the question's last tokens, in nats.
+        likelihoods: of each passage, in the order given: the question's mean log-likelihood a token, in nats.
         scores: what orders them: the likelihoods, or their sum with the retriever's scores, both standardised.
         order: indices of the best passages, best first.
         lookups: for each passage, whether its keys and values were reused.
