@@ -63,10 +63,10 @@ def open_session(
 ) -> Iterator[LibrarySession]:
     """Open a library for questions, with its own model, method and wording where the options name none."""
     refuse_store(library)
-    existing_store_folder(library)  # do not create a library under a misspelt name
     settings = LibrarySettings.load(library)
     config = with_settings(config, settings)
     settings.require_caches(config.chosen_method())
+    existing_store_folder(library)  # do not create a library under a misspelt name
     with open_library_store(library, tenant=options.tenant) as store:
         retriever = Retriever.open(index_folder(library, store), embedder_name(options.embedder))
         engine = open_engine(store, config, settings, lm=lm)

@@ -83,9 +83,9 @@ def test_reasoning_is_printed_and_kept_apart(run: Run, library: Path, monkeypatc
     asked: list[list[tuple[str, str]]] = []
     answer = LibrarySession.answer
 
-    def noted(self, question, *, history=(), max_new_tokens):  # type: ignore[no-untyped-def]
+    def noted(self, question, retrieved, *, history=(), **options):  # type: ignore[no-untyped-def]
         asked.append(list(history))
-        return answer(self, question, history=history, max_new_tokens=max_new_tokens)
+        return answer(self, question, retrieved, history=history, **options)
 
     monkeypatch.setattr(LibrarySession, "answer", noted)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who?\nAnd when?\n"))
