@@ -76,7 +76,7 @@ class WaitBudget:
                 return ask()
             if self._tasks is None:
                 self._tasks = SimpleQueue()
-                threading.Thread(target=_work, args=(self._tasks,), name="qcfuse-lookup", daemon=True).start()
+                _start(self._tasks)
             self._tasks.put((ask, outcome))
             try:
                 return outcome.result(left_s)
@@ -100,8 +100,19 @@ def call_with_timeout(limit_s: float | None, call: Callable[[], T]) -> T:
         budget.close()
 
 
+def _start(tasks: Tasks) -> None:
+    """Start a thread that computes alone: with helpers of its own, passes beside it take a fifth longer on a CPU."""
+    count, ready = torch.get_num_threads(), threading.Event()
+    threading.Thread(target=_work, args=(tasks, ready), name="qcfuse-lookup", daemon=True).start()
+    ready.wait()
+    torch.set_num_threads(count)  # what the thread has set is the number of all that begin later
+
+
 @torch.inference_mode()
-def _work(tasks: Tasks) -> None:
+def _work(tasks: Tasks, ready: threading.Event) -> None:
+    torch.get_num_threads()  # takes the number of the others, which its first product would do
+    torch.set_num_threads(1)
+    ready.set()
     while (task := tasks.get()) is not None:
         call, outcome = task
         try:
