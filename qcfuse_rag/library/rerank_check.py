@@ -62,7 +62,7 @@ class RerankCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether reranking is better beyond chance."""
+        """Whether the whole interval says that reranking is better."""
         return self.interval[0] > 0
 
     @property

@@ -103,8 +103,8 @@ class Retriever:
     ) -> Retrieved:
         """Return the best of several times as many nearest passages, by `FusionEngine.rerank`, and what that reused.
 
-        Without an engine, or without words in the question, they are the nearest. A question after an earlier one is
-        reranked by behind that one.
+        Without an engine, or without words in the question, the passages are the nearest. After an earlier question,
+        both questions together order them.
         """
         queries = [question] if after is None else [question, f"{after} {question}"]
         vectors = self.embed_questions(queries)

@@ -1,4 +1,4 @@
-"""Whether reranking beats the retriever: ranks of right passages, by either, and a verdict beyond chance."""
+"""The comparison of reranking with the retriever: ranks of the right passages, and the verdict on them."""
 
 from __future__ import annotations
 

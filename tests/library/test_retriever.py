@@ -145,7 +145,8 @@ def test_more_passages_than_wanted_are_reranked(found: Retriever, count: int, fe
     nearest, engine = found.retrieve(REMOTE, fetched), FixedReranker()
     passages, reranking = found.retrieve_reranked(engine, REMOTE, count)  # type: ignore[arg-type]
     assert passages == nearest[::-1][:count]
-    assert engine.asked == [(REMOTE, [one.text for one in nearest], [one.score for one in nearest])]
+    texts, scores = [passage.text for passage in nearest], [passage.score for passage in nearest]
+    assert engine.asked == [(REMOTE, texts, scores)]
     assert reranking is not None
 
 

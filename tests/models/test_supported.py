@@ -1,4 +1,4 @@
-"""What the engine says of every causal language model of the installed transformers is what is written down."""
+"""The list of supported models is true of the installed transformers."""
 
 from __future__ import annotations
 

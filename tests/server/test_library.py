@@ -100,7 +100,7 @@ async def test_a_server_that_reranks_answers_from_the_best_of_more_and_says_so(
     async with serving(engine, library=library) as http:
         body = (await ask(http, documents="library")).json()
     near = Retriever.open(folder).retrieve(QUESTION, 3)
-    best = engine.rerank(QUESTION, [one.text for one in near], retrieved=[one.score for one in near])
+    best = engine.rerank(QUESTION, [passage.text for passage in near], retrieved=[passage.score for passage in near])
     assert [document["source"] for document in body["documents"]] == [near[best.order[0]].source]
     reranking = body["fusion"]["reranking"]
     assert (reranking["passages"], reranking["reused"], reranking["rows"]) == (3, 3, best.rows)

@@ -62,7 +62,7 @@ def test_damage_is_found_and_goes_into_quarantine(store: DiskStore, position: in
 def test_writers_do_not_wait_while_files_are_listed_and_compared(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they add or remove meanwhile is neither found nor lost; what is wrong is still mended."""
+    """Their changes are no errors and stay; real errors are mended."""
     store.quota.index.delete(example_key(0).address)
     file_of(store, 1).unlink()
     file_size, entries = index.file_size, store.files.entries

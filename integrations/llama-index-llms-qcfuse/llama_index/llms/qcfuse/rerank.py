@@ -14,8 +14,8 @@ class QCFuseRerank(BaseNodePostprocessor):
     """Keeps the nodes behind which the LLM finds the question likeliest, best first; see `FusionEngine.rerank`.
 
     It reads the caches that the answer reads, so let the retriever return several times `top_n` nodes. Of a warmed node
-    only the question is computed; of other nodes all is. The logger `qcfuse_rag` says what was reused. A node's score
-    becomes the one that it was ordered by; its metadata stay, because they are part of the text that was warmed.
+    only the question is computed; of other nodes all is. The logger `qcfuse_rag` says what was reused. Its score
+    replaces a node's own. Metadata stay as they are, since the warmed text contains them.
 
     Example:
         ```python
