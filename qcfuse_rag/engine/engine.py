@@ -307,7 +307,8 @@ class FusionEngine:
             answer_tokens: tokens to reserve for the answer, as many as fit.
             part_rows: the most rows of a part; None for one part.
             prefixes: where to find the beginning of the prompt and to keep prompt and answer, which is done when the
-                answer has ended; None for neither.
+                answer has ended; None for neither. A request with a method of its own does neither, because it
+                compares: no answer may come from what the other one has computed.
 
         Raises:
             PromptTooLong: if the prompt exceeds the context window; a long answer is cut to what fits.
@@ -317,7 +318,7 @@ class FusionEngine:
         with nullcontext() if shadow is None else shadow.prefilling():
             if self.corpus.evict_removed():
                 self.prefixes.clear()
-            lease = None if prefixes is None else prefixes.lease(prompt, chosen)
+            lease = None if prefixes is None or method is not None else prefixes.lease(prompt, chosen)
             prefilled = yield from fuse_in_parts(
                 self.runner, prompt, chosen, answer_tokens=answer_tokens, lease=lease, part_rows=part_rows
             )
@@ -408,10 +409,9 @@ class FusionEngine:
         LOG.info("reranked: %s", found.summary)
         return found
 
-    def predict_rows(self, prompt: Prompt, method: Method | None = None) -> int:
+    def predict_rows(self, prompt: Prompt) -> int:
         """Return the rows that a request computes if every passage is stored; the store is not asked."""
-        chosen = method or self.method
-        return rows_if_stored(prompt, chosen, self.prefixes.reusable_tokens(prompt, chosen))
+        return rows_if_stored(prompt, self.method, self.prefixes.reusable_tokens(prompt, self.method))
 
     def compile(self) -> float:
         """Do now what the first request of a process would wait for; return the seconds it took.

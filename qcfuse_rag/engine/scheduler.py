@@ -437,8 +437,7 @@ class Scheduler:
             method=request.method,
             answer_tokens=request.asked_tokens,
             part_rows=lambda: self._part_rows(request),
-            # A request with its own method compares: neither answer may come from what the other has computed.
-            prefixes=self._engine.prefixes if request.method is None else None,
+            prefixes=self._engine.prefixes,
         )
 
     def _part_rows(self, request: _RunningRequest) -> int:

@@ -298,21 +298,6 @@ def test_prefetch_brings_passages_into_memory(llama: LanguageModel, tmp_path: Pa
         assert store.near.stats()[0].entries == 3  # type: ignore[attr-defined]
 
 
-def test_questions_never_reach_the_disk(llama: LanguageModel, tmp_path: Path) -> None:
-    secret = "xyzzy-plugh-42"
-    with make_engine(llama, open_store(tmp_path)) as engine:
-        engine.warm(PASSAGES)
-        before = set(tmp_path.rglob("*.kv"))
-        engine.generate(engine.prompt(secret, PASSAGES, history=[("user", secret)]), SamplingParams(max_new_tokens=2))
-        question = torch.tensor(engine.prompt(secret).spans[-2].segment.ids).numpy().tobytes()
-        assert set(tmp_path.rglob("*.kv")) == before, "no entry was added or replaced"
-    for path in tmp_path.rglob("*"):
-        if path.is_file():
-            data = path.read_bytes()
-            assert secret.encode() not in data
-            assert question not in data
-
-
 def test_warming_up_does_beforehand_what_the_first_request_would_wait_for(
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

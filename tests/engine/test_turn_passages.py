@@ -11,8 +11,9 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, Prompt,
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.prompts.recognition import UNSOUGHT, PassageSignatures
 from qcfuse_rag.prompts.template import Turn
+from qcfuse_rag.store.key import FRAMED
 from tests.support import references
-from tests.support.engines import METHOD, make_engine
+from tests.support.engines import METHOD, make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 PARAMS = SamplingParams(max_new_tokens=5)
@@ -78,12 +79,12 @@ def test_a_passage_is_found_in_its_turn_and_changes_no_token(keeping: FusionEngi
 
 
 @pytest.mark.parametrize("method", [METHOD, make_method("full")], ids=["fused", "full"])
-def test_the_next_turn_begins_with_it(keeping: FusionEngine, build: Build, method: Method) -> None:
-    keeping.warm(PASSAGES)
+def test_the_next_turn_begins_with_it(llama: LanguageModel, build: Build, method: Method) -> None:
+    keeping = make_warmed_engine(llama, method=method, bases=[FRAMED], prefix_bytes=1 << 30)
     first = build(keeping, [])
-    answer = keeping.generate(first, PARAMS, method=method)
+    answer = keeping.generate(first, PARAMS)
     following = build(keeping, [("assistant", answer.text), ("user", "And why?")])
-    found = keeping.generate(following, PARAMS, method=method)
+    found = keeping.generate(following, PARAMS)
     start, stop = passage_of_the_turn(following)
     assert (start, stop) == passage_of_the_turn(first), "it stays in its turn"
     assert len(following) > found.report.prefix_tokens >= len(first) - OPENING > stop

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qcfuse_rag import FusionEngine, LanguageModel, Prompt, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.fusion.method import IN_FULL, PrefillEstimate
 from qcfuse_rag.fusion.prefix_cache import CachedSequence, PrefixCache
 from qcfuse_rag.prompts.segments import Role, Segment
@@ -109,25 +109,22 @@ def test_the_same_question_again_computes_one_row(keeping: FusionEngine) -> None
     assert len(keeping.prefixes) == 1
 
 
-def test_edited_history_reuses_what_comes_before_the_edit(keeping: FusionEngine) -> None:
-    method = make_method("full")
+def test_edited_history_reuses_what_comes_before_the_edit(llama: LanguageModel) -> None:
+    keeping = make_engine(llama, MemoryStore(), method=FULL_PREFILL, prefix_bytes=1 << 30)
     said = [("user", "Good morning, harbour master."), ("assistant", "Good morning."), ("user", "Any news?")]
-    keeping.generate(keeping.prompt_from_text(said), PARAMS, method=method)
+    keeping.generate(keeping.prompt_from_text(said), PARAMS)
     edited = [*said[:2], ("user", "Any ferry?")]
-    report = keeping.generate(keeping.prompt_from_text(edited), PARAMS, method=method).report
+    report = keeping.generate(keeping.prompt_from_text(edited), PARAMS).report
     same = keeping.prompt_from_text(said).ids, keeping.prompt_from_text(edited).ids
     expected = next(i for i, (ours, theirs) in enumerate(zip(*same, strict=False)) if ours != theirs)
     assert report.prefix_tokens == expected
     assert len(keeping.prefixes) == 2, "both branches are kept"
 
 
-def test_another_method_reuses_exact_tokens_alone(keeping: FusionEngine) -> None:
+def test_a_request_with_a_method_of_its_own_neither_takes_nor_leaves_anything(keeping: FusionEngine) -> None:
     prompt = keeping.prompt(QUESTION, PASSAGES)
-    kept = keeping.stream(prompt, PARAMS)
-    kept.result()
-    report = keeping.generate(prompt, PARAMS, method=FULL_PREFILL).report
-    assert report.prefix_tokens == kept.prefilled.exact_tokens < len(prompt) - 1
-    assert keeping.generate(prompt, PARAMS, method=METHOD).report.prefix_tokens == len(prompt) - 1, "now all is exact"
+    for method, held in ((FULL_PREFILL, 0), (None, 0), (None, len(prompt) - 1), (FULL_PREFILL, 0), (METHOD, 0)):
+        assert keeping.generate(prompt, PARAMS, method=method).report.prefix_tokens == held
 
 
 class RefusesBehindAPrefix:
@@ -137,13 +134,13 @@ class RefusesBehindAPrefix:
         return f"{IN_FULL}: a prefix is held" if estimate.held_tokens else None
 
 
-def test_what_a_guard_has_computed_in_full_is_exact_behind_a_fused_prefix(keeping: FusionEngine) -> None:
-    method = replace(METHOD, guard=RefusesBehindAPrefix())
-    kept = keeping.stream(keeping.prompt(QUESTION, PASSAGES[:2]), PARAMS, method=method)
+def test_what_a_guard_has_computed_in_full_is_exact_behind_a_fused_prefix(llama: LanguageModel) -> None:
+    keeping = make_warmed_engine(llama, method=replace(METHOD, guard=RefusesBehindAPrefix()), prefix_bytes=1 << 30)
+    kept = keeping.stream(keeping.prompt(QUESTION, PASSAGES[:2]), PARAMS)
     kept.result()
     prompt = keeping.prompt(QUESTION, PASSAGES)
     assert 0 < kept.prefilled.exact_tokens < prompt.chunks[2].start
-    again = keeping.stream(prompt, PARAMS, method=method).prefilled
+    again = keeping.stream(prompt, PARAMS).prefilled
     assert again.report.fallback is not None
     assert again.report.prefix_tokens == kept.prefilled.exact_tokens
     assert again.exact_tokens == len(prompt)
@@ -154,10 +151,9 @@ def test_what_a_guard_has_computed_in_full_is_exact_behind_a_fused_prefix(keepin
 def test_healed_answers_give_exact_prefixes(keeping: FusionEngine) -> None:
     prompt = keeping.prompt(QUESTION, PASSAGES)
     exact = keeping.generate(prompt, SamplingParams(max_new_tokens=8, fidelity="exact"))
-    report = keeping.generate(prompt, PARAMS, method=FULL_PREFILL).report
-    assert report.prefix_tokens == len(prompt) - 1
-    fused = make_engine(keeping.lm, keeping.store)
-    assert exact.ids == fused.generate(prompt, SamplingParams(max_new_tokens=8), method=FULL_PREFILL).ids
+    (kept,) = keeping.prefixes._sequences
+    assert kept.exact_tokens == len(kept)
+    assert exact.ids == keeping.generate(prompt, SamplingParams(max_new_tokens=8), method=FULL_PREFILL).ids
 
 
 def test_exact_answers_are_exact_behind_a_reused_fused_prefix(keeping: FusionEngine) -> None:
@@ -215,11 +211,12 @@ def test_memory_stays_under_the_limit_and_is_not_lost(llama: LanguageModel) -> N
 
 
 def test_cached_prompts_make_room_for_a_request_that_finds_no_memory(
-    keeping: FusionEngine, monkeypatch: pytest.MonkeyPatch
+    llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU they would otherwise fail a request that had memory without them."""
+    keeping = make_engine(llama, MemoryStore(), method=FULL_PREFILL, prefix_bytes=1 << 30)
     question = keeping.prompt(QUESTION, PASSAGES)
-    expected = keeping.generate(question, PARAMS, method=FULL_PREFILL).ids
+    expected = keeping.generate(question, PARAMS).ids
     assert len(keeping.prefixes) == 1
     allocate, refused = KVBuffer.allocate, list[int]()
 
@@ -230,11 +227,11 @@ def test_cached_prompts_make_room_for_a_request_that_finds_no_memory(
         return allocate(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(KVBuffer, "allocate", full_until_freed)
-    assert keeping.generate(question, PARAMS, method=FULL_PREFILL).ids == expected
+    assert keeping.generate(question, PARAMS).ids == expected
     assert refused == [1]
     monkeypatch.setattr(KVBuffer, "allocate", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
     with pytest.raises(torch.OutOfMemoryError):
-        keeping.generate(question, PARAMS, method=FULL_PREFILL)
+        keeping.generate(question, PARAMS)
 
 
 def test_an_answer_whose_keys_cannot_be_copied_is_not_cached(

@@ -8,18 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, Generation, LanguageModel, Prompt, SamplingParams, make_method
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.generation import decoding
 from qcfuse_rag.generation.decoding import DRAFT_TOKENS, HealingReport
-from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support import references
 from tests.support.cases import cases
 from tests.support.engines import make_warmed_engine
-from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
 FULL = make_method("full")
@@ -177,17 +174,3 @@ def test_fast_reports_no_healing_and_all_reports_are_plain_data(engine: FusionEn
     data = json.loads(json.dumps(exact.to_dict()))
     assert data["verified_upto"] == data["healing"]["verified_upto"] == len(exact.ids)
     assert data["healing"]["fidelity"] == "exact"
-
-
-@pytest.mark.slow
-def test_a_store_that_hangs_costs_its_limit_and_the_answer_is_exact(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_warmed_engine(LanguageModel.wrap(build_model("llama"), tokenizer), load_limit_s=0.3)
-    prompt, released = engine.prompt(QUESTION, PASSAGES), threading.Event()
-    expected = engine.generate(prompt, GREEDY, method=FULL)
-    monkeypatch.setattr(engine.store, "get", lambda key: Miss("late" if released.wait(60) else "never"))
-    answer = engine.generate(prompt, EXACT, method=METHODS[0])
-    released.set()
-    assert same(answer, expected)
-    assert "0.3 s" in str(answer.report.fallback)

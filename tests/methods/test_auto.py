@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method, open_store
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.fusion.probes import NamedLayers, QuestionProbe
 from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
 from qcfuse_rag.ingestion.prefill import PrefillTarget
@@ -174,21 +173,3 @@ def test_an_invalid_probe_is_refused() -> None:
 
 
 # --- no history
-
-
-@pytest.mark.slow
-def test_greedy_answers_do_not_depend_on_earlier_requests(llama: LanguageModel, tmp_path: Path) -> None:
-    """Nor on whether memory was too small to keep chunks; fused chunks are not stored."""
-    with DiskStore(tmp_path / "kv") as store:
-        FusionEngine(llama, store, method=UNGUARDED).warm(PASSAGES)
-    other, outcomes = "Who has a key?", set()
-    histories = ([], [(QUESTION, None)], [(other, None)] * 6, [(other, make_method("full"))] * 4, [(other, None)] * 8)
-    for history, memory_bytes in zip(histories, (1 << 30, 1 << 30, 1 << 30, 1 << 30, 1 << 16), strict=True):
-        with open_store(tmp_path / "kv", memory_bytes=memory_bytes) as store:
-            engine = FusionEngine(llama, store, method=UNGUARDED)
-            for number, (question, method) in enumerate(history):
-                prompt = engine.prompt(question, PASSAGES[number % 3 :])
-                engine.generate(prompt, SamplingParams(max_new_tokens=3), method=method)
-            done = engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=16))
-            outcomes.add((done.ids, sum(1 for _ in store.entries())))
-    assert len(outcomes) == 1

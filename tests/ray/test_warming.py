@@ -104,7 +104,7 @@ def test_the_command(cluster: str, model: str, run: Run, tmp_path: Path) -> None
     for number, text in enumerate(PASSAGES):
         (tmp_path / "corpus" / f"{number}.md").write_text(text * 3)
     broken = tmp_path / "corpus" / "broken.md"
-    broken.write_bytes(b"\xff\xfe no text")
+    broken.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
     warm = ("warm", "run", str(tmp_path / "corpus"), "--model", model, "--max-tokens", "64", "--json")
     code, here, _ = run(*warm, "--store", str(tmp_path / "here"))
     assert code == 0

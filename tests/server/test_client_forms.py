@@ -152,19 +152,6 @@ async def test_documents_are_given_beside_a_history_that_has_some(http: httpx.As
     assert hits == [True] * 3, "the one in the history and the two beside it"
 
 
-async def test_full_prefill_asked_first_does_not_answer_the_comparison(http: httpx.AsyncClient) -> None:
-    body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": QUESTION}]}
-    body |= {"documents": PASSAGES}
-    full, fused, again, late = [
-        (await post(http, "chat/completions", **body, **method)).json()["fusion"]
-        for method in ({"method": "full"}, {}, {}, {"method": "full"})
-    ]
-    assert (full["prefix_tokens"], fused["prefix_tokens"], late["prefix_tokens"]) == (0, 0, 0)
-    assert late["rows"] == full["rows"] == full["prompt_tokens"]
-    assert 0 < fused["reused_tokens"] < fused["prompt_tokens"]
-    assert again["prefix_tokens"] == again["prompt_tokens"] - 1, "the default goes on to use its own"
-
-
 async def test_tools_are_never_left_out_in_silence(http: httpx.AsyncClient) -> None:
     """As by `ChatQCFuse` and `QCFuseLLM`: a template that shows none refuses them, unless none may be called."""
     body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": QUESTION}]}

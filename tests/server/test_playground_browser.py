@@ -180,15 +180,29 @@ def test_full_prefill_answers_in_a_column_with_a_clock_of_its_own(page: Page) ->
     assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
 
 
-def test_a_comparison_computes_everything_also_when_it_is_asked_again(guarded_page: Page) -> None:
-    guarded_page.get_by_label("Compare with full prefill").check()
-    for _ in range(2):
-        turn = ask(guarded_page)
-        guarded_page.get_by_text("New conversation").click()
-        turn.wait_for(state="detached")
-    full = ask(guarded_page).locator(".answer").last
-    assert re.fullmatch(r"(\d+) tokens:\s+\1 computed\.", full.locator(".counts").inner_text())
-    assert "times as long." in full.locator(".clock").inner_text()
+def test_a_question_asked_while_another_is_answered_waits_and_then_streams(
+    browser: Any, page: Page, address: str
+) -> None:
+    page.get_by_label("Token limit").fill("1000")
+    page.locator("#question").fill(QUESTION)
+    with opened(browser, address) as other:
+        other.get_by_text("3 documents").wait_for()
+        other.get_by_label("Token limit").fill("12")
+        other.evaluate("""() => {
+          window.seen = [];
+          const shown = (part) => document.querySelector(`.turn .answer > .${part}`)?.textContent ?? "";
+          new MutationObserver(() => window.seen.push([shown("clock"), shown("text").length])).observe(
+            document.getElementById("turns"), { childList: true, subtree: true, characterData: true });
+        }""")
+        page.locator("#question").press("Enter")
+        page.get_by_text("First token after").wait_for()
+        ask(other)
+        seen = other.evaluate("window.seen")
+    assert page.locator("#stop").is_visible(), "the first answer is not complete"
+    page.keyboard.press("Escape")
+    clocks = list(dict.fromkeys(re.sub(r"after \d.*", "", clock).strip() for clock, _ in seen if clock))
+    assert clocks == ["No token yet", "First token"]
+    assert len({length for _, length in seen}) > 3, "it came in pieces"
 
 
 def test_keys_do_everything(page: Page) -> None:
