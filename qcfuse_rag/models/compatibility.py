@@ -16,7 +16,9 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from qcfuse_rag.errors import UnsupportedModel
 
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+RECURRENT_LAYERS = {"linear_attention", "conv"}
+"""Transformers' types of layers whose state is that of `models.recurrence`, whatever computes it."""
 WITHOUT_KEYS = "dummy"
 """Transformers' type of a layer without keys and values: it uses another layer's, or it has no attention."""
 
@@ -50,15 +52,17 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
         raise UnsupportedModel(
             "some layers keep no keys and values of their own and do not read those of an earlier layer of their kind"
         )
-    other = sorted(set(own) - SUPPORTED_LAYERS)
+    other = sorted(set(own) - ATTENTION_LAYERS - RECURRENT_LAYERS)
     if other:
         raise UnsupportedModel(
-            f"layers of type {', '.join(other)} keep a state that depends on the whole preceding text, so a chunk's "
-            "part cannot be cut out and moved; only full and sliding attention are supported"
+            f"layers of type {', '.join(other)} keep a state of which a chunk's part cannot be cut out and moved; full "
+            "and sliding attention, linear attention and short convolutions are supported"
         )
+    if not set(own) & ATTENTION_LAYERS:
+        raise UnsupportedModel("no layer has attention, by which tokens to recompute are chosen")
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModel("tokens attend to later tokens, so a chunk's keys depend on what follows it")
-    if not getattr(model, "_supports_attention_backend", False):
+    if not getattr(model, "_supports_attention_backend", False) and not set(own) & RECURRENT_LAYERS:
         raise UnsupportedModel(f"{type(model).__name__} does not accept attention functions from outside")
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
         raise UnsupportedModel(f"{type(model).__name__} does not keep its layers in a list named `layers`")
@@ -120,6 +124,11 @@ def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
         for kind, settings in _layers(config)
         if kind != WITHOUT_KEYS
     )
+
+
+def recurrent_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the layers that keep a state instead of keys and values."""
+    return [index for index, (kind, _) in enumerate(_layers(config)) if kind in RECURRENT_LAYERS]
 
 
 def shared_layer(config: PreTrainedConfig, layer: int, own: int) -> int:

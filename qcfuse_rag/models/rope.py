@@ -10,6 +10,7 @@ alone, at every layer: `measure_rope`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -125,16 +126,18 @@ PROBE_POSITIONS = (0, 1, 37, 911)
 
 
 @torch.inference_mode()
-def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[LayerRope, ...], tuple[KVShape, ...]]:
+def measure_rope(
+    model: PreTrainedModel, max_position: int, recurrent: Mapping[int, KVShape] | None = None
+) -> tuple[tuple[LayerRope, ...], tuple[KVShape, ...]]:
     """Measure each layer's rotation and cache shape by running one token at four positions up to `max_position`.
 
-    Layers that read another layer's keys and values have neither.
+    Layers that read another layer's keys and values have neither; `recurrent` layers have no rotation.
 
     Raises:
         UnsupportedModel: if another layer keeps no keys, moves them by anything but a known rotation, or moves values.
     """
     from transformers import Cache
-    from transformers.cache_utils import DynamicLayer
+    from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
     from qcfuse_rag.models.compatibility import sliding_windows
 
@@ -142,15 +145,19 @@ def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[Layer
     positions = torch.tensor([min(p, max_position) for p in PROBE_POSITIONS], device=device)
     token = model.get_input_embeddings().num_embeddings // 2
     ids = torch.full((len(positions), 1), token, device=device)
-    kv = Cache(layer_class_to_replicate=DynamicLayer)
+    recurrent, n_layers = recurrent or {}, len(sliding_windows(model.config.get_text_config()))
+    kv = Cache(layers=[LinearAttentionLayer() if index in recurrent else DynamicLayer() for index in range(n_layers)])
     model.get_decoder()(input_ids=ids, position_ids=positions[:, None], use_cache=True, **{cache_argument(): kv})
 
-    n_layers = len(sliding_windows(model.config.get_text_config()))
-    if len(kv.layers) != n_layers or any(not layer.is_initialized for layer in kv.layers):
+    if any(not layer.is_initialized for index, layer in enumerate(kv.layers) if index not in recurrent):
         raise UnsupportedModel(f"{len(kv.layers)} of {n_layers} layers keep keys and values of their own")
     candidates = [LayerRope(None), *_candidates(model)]
     ropes, shapes = [], []
     for index, layer in enumerate(kv.layers):
+        if index in recurrent:
+            ropes.append(LayerRope(None))
+            shapes.append(recurrent[index])
+            continue
         keys = layer.keys[:, :, 0].transpose(0, 1)  # [Hkv, 4, D], one row per position
         values = layer.values[:, :, 0]
         if float((values - values[:1]).abs().max()) > _tolerance(keys) * float(values.abs().max()):

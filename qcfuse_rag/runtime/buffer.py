@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers import Cache
 
 from qcfuse_rag.models.rope import KVShape
 from qcfuse_rag.runtime.residuals import ResidualSpread
-from qcfuse_rag.runtime.rows import PlannedLayer, RowsPlan
+from qcfuse_rag.runtime.rows import PlannedLayer, RowsPlan, States, StoredSequence
 
 SPARE_BYTES = 1 << 30
 POOL_ALIGNMENT = 64
@@ -48,12 +48,15 @@ class KVBuffer:
             stored chunks are placed. None if nothing is being loaded.
         residuals: adds estimated corrections to the keys and values of passage tokens that are not recomputed; None
             leaves them as they were stored.
+        states: of recurrent layers, whose inputs stand in the place of keys and values, see `models.recurrence`. A pass
+            leaves the state behind its last row, and begins with it if its own first row comes no earlier.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     wait_for_layer: Callable[[int], None] | None = None
     residuals: ResidualSpread | None = None
+    states: States = field(default_factory=dict)
 
     @classmethod
     def allocate(
@@ -101,7 +104,9 @@ class KVBuffer:
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             before_write = None if residuals is None or layer == 0 else partial(residuals.before_write, layer)
             wait_for_layer = None if wait is None else partial(wait, layer)
-            layers.append(RowsLayer(keys, values, at, plan.length, wait_for_layer, before_write))
+            visible = None if plan.visible is None or layer >= len(plan.visible) else plan.visible_at(layer)
+            states = self.states if len(keys) == 1 else None
+            layers.append(RowsLayer(keys, values, at, plan.length, wait_for_layer, before_write, visible, states))
         return Cache(layers=layers)
 
 
@@ -120,9 +125,12 @@ class RowsLayer(PlannedLayer):
         length: int,
         wait_for_layer: Callable[[], None] | None = None,
         before_write: Callable[[Tensor, Tensor], Callable[[], None]] | None = None,
+        visible: Tensor | None = None,
+        states: States | None = None,
     ) -> None:
         super().__init__(length, keys.shape[2])
         self.wait_for_layer, self.before_write = wait_for_layer, before_write
+        self.visible, self.states = visible, states
         self.keys, self.values, self.at = keys, values, at
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -137,6 +145,12 @@ class RowsLayer(PlannedLayer):
         if after_write is not None:
             after_write()
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def sequences(self) -> list[StoredSequence]:
+        """Return the buffer's sequences."""
+        assert self.keys is not None
+        assert self.values is not None
+        return [StoredSequence(self.keys, self.values, self.at, self.length, self.visible, self.states)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,7 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.compatibility import (
     ContextWindow,
     measure_windows,
+    recurrent_layers,
     refuse_mismatched_tokenizer,
     refuse_unsupported,
     stock_attention_name,
@@ -21,11 +22,13 @@ from qcfuse_rag.models.compatibility import (
 from qcfuse_rag.models.cpu_weights import has_float16_weights, multiplies_bfloat16
 from qcfuse_rag.models.fingerprint import Fingerprint, fingerprint_model
 from qcfuse_rag.models.load import load_model
+from qcfuse_rag.models.recurrence import RecurrentLayer, measure_recurrence
 from qcfuse_rag.models.rope import KVShape, LayerRope, measure_rope
 from qcfuse_rag.runtime.attention import dispatch
 from qcfuse_rag.runtime.buffer import BufferPool, KVBuffer
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view, single_row_view
 from qcfuse_rag.runtime.kernels.support import kernels_available
+from qcfuse_rag.runtime.recurrent_rows import recurrent_view
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -47,6 +50,7 @@ class LanguageModel:
         ropes: each layer's measured rotation.
         shapes: shape of keys and values of each layer that has its own; only these layers have ropes and windows too.
         sliding: each layer's sliding window in tokens, or None.
+        recurrent: the layers among these that keep a state; their shapes are those of its inputs.
         context_window: the number of tokens that fit.
         fingerprint: identifies everything that stored keys and values depend on.
         stock_attention: transformers' own attention for this model, used to check the `qcfuse` attention.
@@ -58,6 +62,7 @@ class LanguageModel:
     ropes: tuple[LayerRope, ...]
     shapes: tuple[KVShape, ...]
     sliding: tuple[int | None, ...]
+    recurrent: dict[int, RecurrentLayer]
     context_window: ContextWindow
     fingerprint: Fingerprint
     stock_attention: str
@@ -102,7 +107,9 @@ class LanguageModel:
             model = merge_adapters(model)
         context_window = refuse_unsupported(model)
         refuse_mismatched_tokenizer(model, tokenizer)
-        ropes, shapes = measure_rope(model, max_position=context_window.tokens - 1)
+        recurrent = measure_recurrence(model, recurrent_layers(model.config.get_text_config()))
+        stored = {index: layer.shape for index, layer in recurrent.items()}
+        ropes, shapes = measure_rope(model, context_window.tokens - 1, stored)
         sliding = measure_windows(model)
         dispatch.register()
         model.set_attn_implementation(dispatch.ATTENTION_NAME)
@@ -113,6 +120,7 @@ class LanguageModel:
             ropes=ropes,
             shapes=shapes,
             sliding=sliding,
+            recurrent=recurrent,
             context_window=context_window,
             fingerprint=fingerprint_model(model, tokenizer, ropes, weights_hash, weight_format),
             stock_attention=stock_attention_name(model),
@@ -127,6 +135,11 @@ class LanguageModel:
     def n_sharing(self) -> int:
         """Number of decoder layers behind these that read the keys and values of one of them."""
         return int(self.model.config.get_text_config().num_hidden_layers) - self.n_layers
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with keys and values."""
+        return tuple(index for index in range(self.n_layers) if index not in self.recurrent)
 
     @property
     def device(self) -> torch.device:
@@ -173,11 +186,12 @@ class LanguageModel:
         Where kernels are used, norms, rotations and gates are fused. On CPUs that multiply bfloat16 numbers, single
         rows are multiplied as vectors. The view shares the model's weights.
         """
+        model = recurrent_view(self.model, self.recurrent)
         if self.device.type == "cpu" and self.dtype == torch.bfloat16 and multiplies_bfloat16():
-            return single_row_view(self.model)
+            return single_row_view(model)
         if not kernels_available(self.device, self.dtype, self.widest_head):
-            return self.model
-        return fused_view(self.model)
+            return model
+        return fused_view(model)
 
     def transfer(self) -> HostToDevice | None:
         """Return the link by which chunks reach the model's device; None if placement copies them itself."""

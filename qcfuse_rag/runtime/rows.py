@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from qcfuse_rag.runtime.device import to_device
 
@@ -161,6 +161,42 @@ class AttentionParams:
     sinks: Tensor | None = field(default=None, compare=False)
 
 
+States = dict[int, tuple[int, LinearAttentionLayer]]
+"""By recurrent layer, the state behind so many tokens of a sequence."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredSequence:
+    """What a recurrent layer has of one sequence, or of several with the same rows, after fresh inputs are written.
+
+    Attributes:
+        keys, values: `[B, H, capacity, D]`, stored inputs, see `models.recurrence`.
+        at: the rows.
+        length: number of tokens up to the last row.
+        visible: `[V]` int64 ascending positions that rows may see, or None for every position.
+        states: of the sequence, or None if states are not kept.
+    """
+
+    keys: Tensor
+    values: Tensor
+    at: slice | Tensor
+    length: int
+    visible: Tensor | None
+    states: States | None
+
+    @property
+    def first(self) -> int:
+        """The first row."""
+        return int(self.at.start if isinstance(self.at, slice) else self.at[0])
+
+    @property
+    def rows(self) -> Tensor:
+        """`[R]` int64, the rows' positions."""
+        if isinstance(self.at, Tensor):
+            return self.at
+        return torch.arange(self.at.start, self.at.stop, device=self.keys.device)
+
+
 class PlannedLayer(CacheLayerMixin, ABC):  # type: ignore[misc]
     """A transformers cache layer over buffers that exist before the pass; subclasses write fresh keys and values.
 
@@ -268,3 +304,14 @@ class OwnBuffersLayer(PlannedLayer):
             buffer.keys[self.layer][0, :, place] = key_states[index]
             buffer.values[self.layer][0, :, place] = value_states[index]
         return key_states, value_states
+
+    def sequences(self) -> list[StoredSequence]:
+        """Return the sequence of each request."""
+        return [
+            StoredSequence(buffer.keys[self.layer], buffer.values[self.layer], place, _stop(place), None, buffer.states)
+            for buffer, place in zip(self.buffers, self.places, strict=True)
+        ]
+
+
+def _stop(place: slice | Tensor) -> int:
+    return int(place.stop if isinstance(place, slice) else place[-1] + 1)

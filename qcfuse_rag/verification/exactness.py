@@ -6,7 +6,7 @@ import logging
 import math
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 import qcfuse_rag
 from qcfuse_rag.errors import UnsupportedModel
@@ -23,6 +23,7 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.models.recurrence import split_call
 from qcfuse_rag.models.result_cache import CachedResult
 from qcfuse_rag.models.rope import cache_argument
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
@@ -134,18 +135,52 @@ def naive_concatenation(lm: LanguageModel, segments: Sequence[Tensor]) -> Tensor
     are joined, and the last segment is run over them; its `[n, vocabulary]` float32 logits are returned. Slow, and
     independent of all other code in this library.
     """
-    joined = Cache(layer_class_to_replicate=DynamicLayer)
+    joined, earlier = _caches(lm), {layer.mixer: list[Tensor]() for layer in lm.recurrent.values()}
     start = 0
     for ids in segments[:-1]:
-        alone = Cache(layer_class_to_replicate=DynamicLayer)
+        alone = _caches(lm)
         positions = torch.arange(start, start + len(ids), device=ids.device)[None]
-        lm.model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=True, **{cache_argument(): alone})
-        for index, layer in enumerate(alone.layers):
-            joined.update(layer.keys, layer.values, index)
+        with _behind(lm, earlier, joined=False):
+            lm.model.get_decoder()(
+                input_ids=ids[None], position_ids=positions, use_cache=True, **{cache_argument(): alone}
+            )
+        for index in lm.attention_layers:
+            joined.update(alone.layers[index].keys, alone.layers[index].values, index)
         start += len(ids)
     positions = torch.arange(start, start + len(segments[-1]), device=segments[-1].device)[None]
-    out = lm.model(input_ids=segments[-1][None], position_ids=positions, use_cache=True, **{cache_argument(): joined})
+    with _behind(lm, earlier, joined=True):
+        out = lm.model(
+            input_ids=segments[-1][None], position_ids=positions, use_cache=True, **{cache_argument(): joined}
+        )
     return out.logits[0].float()  # type: ignore[no-any-return]
+
+
+def _caches(lm: LanguageModel) -> Cache:
+    return Cache(layers=[LinearAttentionLayer() if n in lm.recurrent else DynamicLayer() for n in range(lm.n_layers)])
+
+
+@contextmanager
+def _behind(lm: LanguageModel, earlier: dict[str, list[Tensor]], *, joined: bool) -> Iterator[None]:
+    """Have the mixers of recurrent layers compute whole texts, without a cache, and note their hidden states.
+
+    The text is what the pass computes or, if `joined`, stands behind all earlier ones.
+    """
+
+    def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden, options = split_call(args, kwargs)
+        earlier[name].append(hidden)
+        return (torch.cat(earlier[name], 1) if joined else hidden,), options
+
+    with ExitStack() as hooks:
+        for name in earlier:
+            mixer = lm.model.get_decoder().get_submodule(name)
+            hook = mixer.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
+            )
+            hooks.callback(hook.remove)
+            hook = mixer.register_forward_hook(lambda _, __, out, name=name: out[:, -earlier[name][-1].shape[1] :])
+            hooks.callback(hook.remove)
+        yield
 
 
 class _Float32Layers:

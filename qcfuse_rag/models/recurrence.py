@@ -1,0 +1,151 @@
+"""Recurrent layers: linear attention, Mamba and short convolutions, whose state depends on the whole text before.
+
+The state behind a text is a function of each token's inputs to the recurrence, which linear layers compute from the
+token's hidden state. A layer's part of a chunk is these inputs, as keys and values are an attention layer's: they can
+be placed anywhere and recomputed token by token, and running the recurrence over them gives the state. Which channels of
+which linear layers later tokens depend on is measured: a gate acts on its own token alone and is not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.models.rope import KVShape, cache_argument
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HEAD_DIM = 64
+"""Channels of a head as which inputs are stored; a layer has an even number of such heads, half of them as keys."""
+TOKENS = 9
+"""Tokens of a measurement, more than any model's convolution is wide."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentLayer:
+    """The mixer of a recurrent layer, and its inputs.
+
+    Attributes:
+        mixer: name of the mixer in the decoder.
+        projections: names in the mixer of the linear layers that read hidden states.
+        used: of each of them, `[C]` bool on the CPU, output channels that later tokens depend on.
+        output: name in the mixer of its last linear layer.
+    """
+
+    mixer: str
+    projections: tuple[str, ...]
+    used: tuple[Tensor, ...]
+    output: str
+
+    @property
+    def n_channels(self) -> int:
+        """Stored numbers a token."""
+        return sum(int(used.sum()) for used in self.used)
+
+    @property
+    def shape(self) -> KVShape:
+        """Form in which the inputs are stored: the first half as keys, the second half as values."""
+        return KVShape(-(-self.n_channels // (2 * HEAD_DIM)), HEAD_DIM, HEAD_DIM)
+
+
+def measure_recurrence(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, RecurrentLayer]:
+    """Find the mixers of some layers, and measure which of their inputs later tokens depend on.
+
+    A state that decays fast may hide some of these inputs in one layer, but not in all: layers with the same linear
+    layers store the same channels.
+
+    Raises:
+        UnsupportedModel: if a layer does not begin and end with linear layers, between which it keeps a state.
+    """
+    if not layers:
+        return {}
+    measured = [_measure(model, call) for call in _mixer_calls(model, layers)]
+    for layer in measured:
+        for like in measured:
+            if like.projections == layer.projections:
+                for used, theirs in zip(layer.used, like.used, strict=True):
+                    used |= theirs
+    return dict(zip(layers, measured, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _MixerCall:
+    layer: int
+    name: str
+    hidden: Tensor
+    options: dict[str, Any]
+
+
+def _mixer_calls(model: PreTrainedModel, layers: Sequence[int]) -> list[_MixerCall]:
+    """Return how each layer calls the module in it that reads the cache, from a pass over two tokens."""
+    from transformers import Cache, DynamicCache
+
+    decoder, calls = model.get_decoder(), dict[int, _MixerCall]()
+    with ExitStack() as hooks:
+        for layer in layers:
+            for child, module in decoder.layers[layer].named_children():
+
+                def note(_: nn.Module, args: Any, kwargs: Any, layer: int = layer, child: str = child) -> None:
+                    if any(isinstance(value, Cache) for value in kwargs.values()):
+                        calls[layer] = _MixerCall(layer, f"layers.{layer}.{child}", *split_call(args, kwargs))
+
+                hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+        with torch.inference_mode():
+            decoder(input_ids=ids, use_cache=True, **{cache_argument(): DynamicCache(config=model.config)})
+    if missing := sorted(set(layers) - calls.keys()):
+        raise UnsupportedModel(f"layer {missing[0]} has no module of its own that reads the cache")
+    return [calls[layer] for layer in layers]
+
+
+def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Return the hidden states with which a layer calls its mixer, and its other arguments without cache and mask."""
+    from transformers import Cache
+
+    options = {name: value for name, value in kwargs.items() if not isinstance(value, Cache)}
+    options.pop("attention_mask", None)
+    return args[0] if args else options.pop("hidden_states"), options
+
+
+def _measure(model: PreTrainedModel, call: _MixerCall) -> RecurrentLayer:
+    """Run a mixer over random hidden states; find its linear layers, and the gradient of the last token's output."""
+    mixer = model.get_decoder().get_submodule(call.name)
+    hidden = torch.randn(1, TOKENS, call.hidden.shape[-1], generator=torch.Generator().manual_seed(call.layer))
+    hidden = hidden.to(call.hidden.device, call.hidden.dtype)
+    inputs, products = dict[str, Tensor](), list[tuple[str, Tensor, Tensor]]()
+
+    def note(name: str, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if args[0] is hidden:
+            output = inputs[name] = output.detach().clone().requires_grad_()
+        else:
+            products.append((name, args[0], output))
+        return output
+
+    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as hooks:
+        for name, module in mixer.named_modules():
+            if hasattr(module, "in_features"):
+                hook = module.register_forward_hook(lambda _, args, output, name=name: note(name, args, output))
+                hooks.callback(hook.remove)
+        result = mixer(hidden, **call.options)
+        last = next(((name, given) for name, given, output in products if output is result), None)
+        if last is None or not inputs:
+            raise UnsupportedModel(
+                f"layer {call.layer} keeps a state that depends on the whole preceding text, and does not begin and end "
+                "with linear layers, so the inputs of its recurrence cannot be told"
+            )
+        weights = torch.randn(last[1].shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden.device)
+        gradients = torch.autograd.grad(
+            (last[1][0, -1].float() * weights).sum(), list(inputs.values()), allow_unused=True
+        )
+    used = [
+        torch.zeros(values.shape[-1], dtype=torch.bool) if gradient is None else (gradient[0, :-1] != 0).any(0).cpu()
+        for values, gradient in zip(inputs.values(), gradients, strict=True)
+    ]
+    return RecurrentLayer(call.name, tuple(inputs), tuple(used), last[0])
