@@ -77,18 +77,21 @@ class QuestionProbe:
         """Return the scored layers of a model, ascending.
 
         Raises:
-            ValueError: if the model has no such layer.
+            ValueError: if the model has no such layer with attention.
         """
+        layers = lm.attention_layers
+        count = len(layers)
         if self.layers == "all":
-            return tuple(range(lm.n_layers))
+            return layers
         if self.layers == "upper":
-            return tuple(range(lm.n_layers // 2, lm.n_layers))
+            return layers[count // 2 :]
         if self.layers == "third_quarter":
-            return tuple(range(lm.n_layers // 2, max(lm.n_layers * 3 // 4, lm.n_layers // 2 + 1)))
+            return layers[count // 2 : max(count * 3 // 4, count // 2 + 1)]
         if self.layers == "last":
-            return (lm.n_layers - 1,)
-        if max(self.layers) >= lm.n_layers:
-            raise ValueError(f"the model has {lm.n_layers} layers, the probe asks for layer {max(self.layers)}")
+            return layers[-1:]
+        if missing := set(self.layers) - set(layers):
+            without = ", which has no attention" if max(missing) < lm.n_layers else ""
+            raise ValueError(f"the model has {lm.n_layers} layers, the probe asks for layer {max(missing)}{without}")
         return tuple(sorted(set(self.layers)))
 
     def depth(self, lm: LanguageModel) -> int:

@@ -158,8 +158,12 @@ class QueryAttention:
             self._importance[index][layer] = weights[self._start : first]
 
     def order(self, index: int) -> Tensor:
-        """Return a chunk's tokens, `[n_layers, n_tokens]` int32 indices, most important first."""
+        """Return a chunk's tokens, `[n_layers, n_tokens]` int32 indices, most important first.
+
+        A layer without attention has the order of all others together.
+        """
         importance = self._importance[index]
+        importance[~importance.any(1)] = importance.sum(0)
         importance[:, :SINKS] = torch.inf
         return importance.argsort(dim=1, descending=True, stable=True).to(torch.int32)
 

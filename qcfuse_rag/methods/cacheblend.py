@@ -66,7 +66,8 @@ class GradualFilterPass(LayerHook):
             droppable = torch.isin(rows, self.candidates)
             scored = self._deviations.masked_fill(~droppable, float("inf"))
             count = min(self.counts[layer], int(droppable.sum())) + int((~droppable).sum())
-            rows = rows[scored.topk(count).indices.sort().values]
+            left = scored.topk(count).indices.sort().values
+            rows, self._deviations = rows[left], self._deviations[left]  # which stand until a layer with attention
         self._stored = stored_rows(buffer, layer, rows)
         return rows
 

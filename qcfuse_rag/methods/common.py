@@ -161,6 +161,7 @@ class DeviationProbe:
         for index, (keys, values) in enumerate(saved):
             buffer.keys[index][:, :, rows] = keys
             buffer.values[index][:, :, rows] = values
+        buffer.states.clear()
         return Scores(by_layer, (layer,))
 
 

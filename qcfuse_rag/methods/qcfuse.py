@@ -47,7 +47,7 @@ def critical_layers(lm: LanguageModel, folder: Path | None) -> tuple[int, ...]:
             return _profiled(lm, json.loads(path.read_text("utf-8")))
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             LOG.warning("the profile %s is not used: %s; %s", path, error, MAKE_AGAIN)
-    return layers_by_depth(lm.n_layers)
+    return tuple(lm.attention_layers[index] for index in layers_by_depth(len(lm.attention_layers)))
 
 
 def _profiled(lm: LanguageModel, profile: dict[str, object]) -> tuple[int, ...]:
@@ -59,8 +59,8 @@ def _profiled(lm: LanguageModel, profile: dict[str, object]) -> tuple[int, ...]:
         raise ValueError(f"it is of another model ({profile['model']}): {', '.join(differing)} differ")
     if len(recall) != lm.n_layers:
         raise ValueError(f"it has {len(recall)} layers and the model {lm.n_layers}")
-    if not layers or any(type(layer) is not int or not 0 <= layer < lm.n_layers for layer in layers):
-        raise ValueError(f"layers must be indices of the {lm.n_layers} layers")
+    if not layers or any(type(layer) is not int or layer not in lm.attention_layers for layer in layers):
+        raise ValueError(f"layers must be indices of the {lm.n_layers} layers that have attention")
     return tuple(sorted(set(layers)))
 
 

@@ -107,7 +107,9 @@ class RelayRecompute:
         """
         layers = self.layers
         if layers is None:
-            layers = RelayLayers.by_depth(lm.n_layers)
+            layers = usual = RelayLayers.by_depth(lm.n_layers)
+            detect = min(lm.attention_layers, key=lambda layer: abs(layer - usual.detect))
+            layers = RelayLayers(min(usual.start, detect), detect, max(usual.end, detect))
             return RelayLayers(0, layers.detect, lm.n_layers - 1) if self.fixed else layers
         if layers.end >= lm.n_layers:
             raise ValueError(f"the model has {lm.n_layers} layers, the method asks for layer {layers.end}")

@@ -2,8 +2,8 @@
 
 The state behind a text is a function of each token's inputs to the recurrence, which linear layers compute from the
 token's hidden state. A layer's part of a chunk is these inputs, as keys and values are an attention layer's: they can
-be placed anywhere and recomputed token by token, and running the recurrence over them gives the state. Which channels of
-which linear layers later tokens depend on is measured: a gate acts on its own token alone and is not stored.
+be placed anywhere and recomputed token by token, and running the recurrence over them gives the state. Which channels
+of which linear layers later tokens depend on is measured: a gate acts on its own token alone and is not stored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,14 @@ from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.models.rope import KVShape, cache_argument
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 HEAD_DIM = 64
 """Channels of a head as which inputs are stored; a layer has an even number of such heads, half of them as keys."""
 TOKENS = 9
 """Tokens of a measurement, more than any model's convolution is wide."""
+CLOSE = 0.02
+"""Difference of a text computed in parts, as a share of the largest output; rounding makes a fifth of it at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,12 +39,14 @@ class RecurrentLayer:
         projections: names in the mixer of the linear layers that read hidden states.
         used: of each of them, `[C]` bool on the CPU, output channels that later tokens depend on.
         output: name in the mixer of its last linear layer.
+        continues: whether the mixer's own code computes several tokens behind a state; all compute one.
     """
 
     mixer: str
     projections: tuple[str, ...]
     used: tuple[Tensor, ...]
     output: str
+    continues: bool
 
     @property
     def n_channels(self) -> int:
@@ -66,7 +70,7 @@ def measure_recurrence(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
     """
     if not layers:
         return {}
-    measured = [_measure(model, call) for call in _mixer_calls(model, layers)]
+    measured = [_measure(model, *call) for call in _mixer_calls(model, layers)]
     for layer in measured:
         for like in measured:
             if like.projections == layer.projections:
@@ -75,70 +79,71 @@ def measure_recurrence(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
     return dict(zip(layers, measured, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class _MixerCall:
-    layer: int
-    name: str
+class MixerCall(NamedTuple):
+    """The arguments with which a layer calls its mixer: `[B, R, H]` hidden states, the cache, and others but a mask."""
+
     hidden: Tensor
+    cache_name: str
+    cache: Cache | None
     options: dict[str, Any]
 
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MixerCall:
+        """Sort the arguments of a call."""
+        from transformers import Cache
 
-def _mixer_calls(model: PreTrainedModel, layers: Sequence[int]) -> list[_MixerCall]:
-    """Return how each layer calls the module in it that reads the cache, from a pass over two tokens."""
-    from transformers import Cache, DynamicCache
+        name = next((name for name, value in kwargs.items() if isinstance(value, Cache)), "")
+        options = {key: value for key, value in kwargs.items() if key not in (name, "attention_mask")}
+        return cls(args[0] if args else options.pop("hidden_states"), name, kwargs.get(name), options)
 
-    decoder, calls = model.get_decoder(), dict[int, _MixerCall]()
+
+def _mixer_calls(model: PreTrainedModel, layers: Sequence[int]) -> list[tuple[int, str, MixerCall]]:
+    """Return for each layer the name of the module that reads the cache, and its call in a pass over two tokens."""
+    from transformers import DynamicCache
+
+    decoder, calls = model.get_decoder(), dict[int, tuple[int, str, MixerCall]]()
     with ExitStack() as hooks:
         for layer in layers:
             for child, module in decoder.layers[layer].named_children():
 
                 def note(_: nn.Module, args: Any, kwargs: Any, layer: int = layer, child: str = child) -> None:
-                    if any(isinstance(value, Cache) for value in kwargs.values()):
-                        calls[layer] = _MixerCall(layer, f"layers.{layer}.{child}", *split_call(args, kwargs))
+                    if (args or "hidden_states" in kwargs) and (call := MixerCall.of(args, kwargs)).cache is not None:
+                        calls[layer] = layer, f"layers.{layer}.{child}", call
 
                 hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
         ids = torch.zeros(1, 2, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
-        with torch.inference_mode():
+        with torch.no_grad():
             decoder(input_ids=ids, use_cache=True, **{cache_argument(): DynamicCache(config=model.config)})
     if missing := sorted(set(layers) - calls.keys()):
         raise UnsupportedModel(f"layer {missing[0]} has no module of its own that reads the cache")
     return [calls[layer] for layer in layers]
 
 
-def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Return the hidden states with which a layer calls its mixer, and its other arguments without cache and mask."""
-    from transformers import Cache
-
-    options = {name: value for name, value in kwargs.items() if not isinstance(value, Cache)}
-    options.pop("attention_mask", None)
-    return args[0] if args else options.pop("hidden_states"), options
-
-
-def _measure(model: PreTrainedModel, call: _MixerCall) -> RecurrentLayer:
+def _measure(model: PreTrainedModel, layer: int, name: str, call: MixerCall) -> RecurrentLayer:
     """Run a mixer over random hidden states; find its linear layers, and the gradient of the last token's output."""
-    mixer = model.get_decoder().get_submodule(call.name)
-    hidden = torch.randn(1, TOKENS, call.hidden.shape[-1], generator=torch.Generator().manual_seed(call.layer))
+    mixer = model.get_decoder().get_submodule(name)
+    hidden = torch.randn(1, TOKENS, call.hidden.shape[-1], generator=torch.Generator().manual_seed(layer))
     hidden = hidden.to(call.hidden.device, call.hidden.dtype)
     inputs, products = dict[str, Tensor](), list[tuple[str, Tensor, Tensor]]()
 
-    def note(name: str, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def note(linear: str, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if args[0] is hidden:
-            output = inputs[name] = output.detach().clone().requires_grad_()
+            output = inputs[linear] = output.detach().clone().requires_grad_()
         else:
-            products.append((name, args[0], output))
+            products.append((linear, args[0], output))
         return output
 
     with torch.inference_mode(False), torch.enable_grad(), ExitStack() as hooks:
-        for name, module in mixer.named_modules():
+        for linear, module in mixer.named_modules():
             if hasattr(module, "in_features"):
-                hook = module.register_forward_hook(lambda _, args, output, name=name: note(name, args, output))
+                hook = module.register_forward_hook(lambda _, args, output, linear=linear: note(linear, args, output))
                 hooks.callback(hook.remove)
         result = mixer(hidden, **call.options)
-        last = next(((name, given) for name, given, output in products if output is result), None)
+        last = next(((linear, given) for linear, given, output in products if output is result), None)
         if last is None or not inputs:
             raise UnsupportedModel(
-                f"layer {call.layer} keeps a state that depends on the whole preceding text, and does not begin and end "
-                "with linear layers, so the inputs of its recurrence cannot be told"
+                f"layer {layer} keeps a state of the whole preceding text and does not begin and end with linear "
+                "layers, so the inputs of its recurrence cannot be told"
             )
         weights = torch.randn(last[1].shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden.device)
         gradients = torch.autograd.grad(
@@ -148,4 +153,18 @@ def _measure(model: PreTrainedModel, call: _MixerCall) -> RecurrentLayer:
         torch.zeros(values.shape[-1], dtype=torch.bool) if gradient is None else (gradient[0, :-1] != 0).any(0).cpu()
         for values, gradient in zip(inputs.values(), gradients, strict=True)
     ]
-    return RecurrentLayer(call.name, tuple(inputs), tuple(used), last[0])
+    return RecurrentLayer(name, tuple(inputs), tuple(used), last[0], _continues(mixer, layer, call, hidden))
+
+
+@torch.no_grad()
+def _continues(mixer: nn.Module, layer: int, call: MixerCall, hidden: Tensor) -> bool:
+    from transformers import Cache
+    from transformers.cache_utils import LinearAttentionLayer
+
+    def run(lengths: list[int]) -> Tensor:
+        cache = Cache(layers=[LinearAttentionLayer()] * (layer + 1))
+        parts = torch.split(hidden, lengths, 1)
+        return torch.cat([mixer(part, **call.options, **{call.cache_name: cache}) for part in parts], 1).float()
+
+    whole = run([TOKENS])
+    return bool((run([TOKENS // 2, TOKENS - TOKENS // 2]) - whole).abs().max() < CLOSE * whole.abs().max())

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from qcfuse_rag.models.recurrence import RecurrentLayer, split_call
+from qcfuse_rag.models.recurrence import MixerCall, RecurrentLayer
 from qcfuse_rag.runtime.buffer import RowsLayer
 from qcfuse_rag.runtime.model_views import ModuleProxy, with_module
 from qcfuse_rag.runtime.rows import OwnBuffersLayer, StoredSequence
@@ -31,7 +31,7 @@ def recurrent_view(model: PreTrainedModel, layers: Mapping[int, RecurrentLayer])
     for index, layer in layers.items():
         mixer = model.get_decoder().get_submodule(layer.mixer)
         view = with_module(view, RecurrentRows(mixer, layer, index), instead=mixer)
-    return view  # type: ignore[return-value]
+    return view
 
 
 class RecurrentRows(ModuleProxy):
@@ -40,6 +40,7 @@ class RecurrentRows(ModuleProxy):
     def __init__(self, mixer: nn.Module, layer: RecurrentLayer, index: int) -> None:
         super().__init__(mixer)
         self._layer, self._index, self._call = layer, index, _Call()
+        self._kept = [_channels(used) for used in layer.used]
         self._widths = [int(used.sum()) for used in layer.used]
         recurrence = mixer
         for place, name in enumerate(layer.projections):
@@ -49,39 +50,37 @@ class RecurrentRows(ModuleProxy):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute `[B, R, H]` hidden states of rows; over another cache than a buffer's, do as the model does."""
-        name, cache = next(((n, value) for n, value in kwargs.items() if isinstance(value, Cache)), ("", None))
-        stored = None if cache is None else cache.layers[self._index]
+        call = MixerCall.of(args, kwargs)
+        stored = None if call.cache is None else call.cache.layers[self._index]
         if not isinstance(stored, RowsLayer | OwnBuffersLayer):
             return self.inner(*args, **kwargs)
-        hidden, options = split_call(args, kwargs)
-        products = [self.inner.get_submodule(linear)(hidden) for linear in self._layer.projections]
-        used = torch.cat([rows[..., used] for rows, used in zip(products, self._layer.used, strict=True)], -1)
+        products = [self.inner.get_submodule(linear)(call.hidden) for linear in self._layer.projections]
+        used = torch.cat([rows[..., kept] for rows, kept in zip(products, self._kept, strict=True)], -1)
         shape = self._layer.shape
         padded = F.pad(used, (0, 2 * shape.kv_heads * shape.key_dim - used.shape[-1]))
-        keys, values = padded.unflatten(-1, (2, shape.kv_heads, shape.key_dim)).permute(2, 0, 3, 1, 4)
+        keys, values = padded.view(*padded.shape[:2], 2, shape.kv_heads, shape.key_dim).permute(2, 0, 3, 1, 4)
         stored.update(keys, values)
         sequences = stored.sequences()
         outputs = []
         for index, sequence in enumerate(sequences):
             rows = products if len(sequences) == 1 else [each[index : index + 1] for each in products]
-            outputs.append(self._outputs(rows, sequence, hidden, options, name))
+            outputs.append(self._outputs(rows, sequence, call))
         return self.inner.get_submodule(self._layer.output)(torch.cat(outputs))
 
-    def _outputs(
-        self, products: list[Tensor], sequence: StoredSequence, hidden: Tensor, options: dict[str, Any], cache: str
-    ) -> Tensor:
+    def _outputs(self, products: list[Tensor], sequence: StoredSequence, call: MixerCall) -> Tensor:
         """Run the recurrence up to the last row; return `[B, R, C]`, the rows' inputs of the mixer's last product."""
-        begin, state, picked = 0, None, None
+        begin, state, picked, options = 0, None, None, call.options
         states = sequence.states if sequence.visible is None else None
         if sequence.states is not None:
             begin, state = sequence.states.pop(self._index, (0, None))
-        if states is None or state is None or begin > sequence.first:
+        refused = not self._layer.continues and sequence.length - begin > 1
+        if states is None or state is None or begin > sequence.first or refused:
             begin, state = 0, LinearAttentionLayer()
         if states is not None:
-            options = {**options, cache: Cache(layers=[state] * (self._index + 1))}
+            options = {**options, call.cache_name: Cache(layers=[state] * (self._index + 1))}
         if sequence.length - begin > products[0].shape[1]:
             products, picked = self._with_stored(products, sequence, begin)
-        tokens = hidden[: len(products[0]), :1].expand(-1, products[0].shape[1], -1)  # only their number counts
+        tokens = call.hidden[: len(products[0]), :1].expand(-1, products[0].shape[1], -1)  # only their number counts
         with self._call.of(products, picked):
             output: Tensor = self.recurrence(tokens, **options)
         if states is not None:
@@ -89,20 +88,27 @@ class RecurrentRows(ModuleProxy):
         return output
 
     def _with_stored(self, products: list[Tensor], sequence: StoredSequence, begin: int) -> tuple[list[Tensor], Tensor]:
-        """Return the products of all tokens from `begin` on, those that only a row reads in rows alone; and the rows."""
+        """Return all tokens' products from `begin` on, 0 where nothing reads them, and the indices of the rows."""
         rows, seen = sequence.rows, torch.arange(begin, sequence.length, device=products[0].device)
         if sequence.visible is not None:
-            seen = torch.cat([sequence.visible[sequence.visible < sequence.length], rows]).unique()
+            seen = torch.unique(torch.cat([sequence.visible[sequence.visible < sequence.length], rows]))
         inside = torch.searchsorted(seen, rows)
         sides = [side[:, :, seen].transpose(1, 2).flatten(2) for side in (sequence.keys, sequence.values)]
-        stored = torch.cat(sides, -1)[..., : sum(self._widths)].split(self._widths, -1)
+        stored = torch.split(torch.cat(sides, -1)[..., : sum(self._widths)], self._widths, -1)
         whole = []
-        for rows_own, used, kept in zip(products, self._layer.used, stored, strict=True):
-            each = rows_own.new_zeros(len(rows_own), len(seen), rows_own.shape[-1])
-            each[..., used] = kept
-            each[:, inside] = rows_own
+        for own, kept, others in zip(products, self._kept, stored, strict=True):
+            each = own.new_zeros(len(own), len(seen), own.shape[-1])
+            each[..., kept] = others
+            each[:, inside] = own
             whole.append(each)
         return whole, inside
+
+
+def _channels(used: Tensor) -> slice | Tensor:
+    """Return `[C]` bool as an index: a slice, which copies faster, if the channels have no gaps."""
+    kept = used.nonzero()[:, 0]
+    first, count = int(kept[0]) if len(kept) else 0, len(kept)
+    return slice(first, first + count) if torch.equal(kept, torch.arange(first, first + count)) else kept
 
 
 class _Call(threading.local):

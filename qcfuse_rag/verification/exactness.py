@@ -23,7 +23,7 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
-from qcfuse_rag.models.recurrence import split_call
+from qcfuse_rag.models.recurrence import MixerCall
 from qcfuse_rag.models.result_cache import CachedResult
 from qcfuse_rag.models.rope import cache_argument
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
@@ -167,9 +167,9 @@ def _behind(lm: LanguageModel, earlier: dict[str, list[Tensor]], *, joined: bool
     """
 
     def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        hidden, options = split_call(args, kwargs)
-        earlier[name].append(hidden)
-        return (torch.cat(earlier[name], 1) if joined else hidden,), options
+        call = MixerCall.of(args, kwargs)
+        earlier[name].append(call.hidden)
+        return (torch.cat(earlier[name], 1) if joined else call.hidden,), call.options
 
     with ExitStack() as hooks:
         for name in earlier:

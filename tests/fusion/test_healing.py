@@ -37,6 +37,11 @@ def prompt(engine: FusionEngine) -> Prompt:
     return replace(prompt, segments=(prefix, first, text, second, text, *rest))
 
 
+def tolerance(lm: LanguageModel) -> float:
+    """Return the difference that rounding makes: transformers' own recurrences differ by parts of the text, too."""
+    return 10 * TOLERANCE if lm.recurrent else TOLERANCE
+
+
 def distance(lm: LanguageModel, prefilled: Prefilled, ids: tuple[int, ...], start: int = 0) -> float:
     """Return the largest difference from transformers' own keys and values, from a position on."""
     _, table = plain_forward(lm, ids)
@@ -74,8 +79,8 @@ class TestEveryFamily:
         logits = healing.finish(ANSWER)
         ids = prompt.ids + ANSWER
         expected, _ = plain_forward(engine.lm, ids)
-        assert distance(engine.lm, prefilled, ids) < TOLERANCE
-        assert float((logits - expected[len(prompt) - 1 :]).abs().max()) < TOLERANCE
+        assert distance(engine.lm, prefilled, ids) < tolerance(engine.lm)
+        assert float((logits - expected[len(prompt) - 1 :]).abs().max()) < tolerance(engine.lm)
 
 
 def test_a_step_that_heals_gives_the_logits_after_its_own_row(engine: FusionEngine, prompt: Prompt) -> None:

@@ -80,6 +80,8 @@ def test_captured_passages_are_those_of_the_models_own_forward(family: LanguageM
 def test_statistics_are_those_of_the_models_own_attention(family: LanguageModel) -> None:
     if "gpt-oss" in family.name:
         pytest.skip("its attention has learned sinks, which the statistics ignore")
+    if family.recurrent:
+        pytest.skip("the reference knows attention alone")
     prompt = make_engine(family, MemoryStore()).prompt(QUESTION, PASSAGES)
     spans = [range(span.start, span.stop) for span in prompt.chunks]
     expected = statistics_by_hand(references.eager_attention(family, prompt.ids).mean(1), spans)

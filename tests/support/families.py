@@ -48,6 +48,17 @@ PER_LAYER = {
     "vocab_size_per_layer_input": VOCABULARY,
 }
 
+LINEAR_AND_FULL = ["linear_attention", "full_attention"] * 2
+GATED_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": LINEAR_AND_FULL,
+}
+MAMBA_2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+TWO_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
@@ -114,6 +125,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**PER_LAYER, "altup_num_inputs": 2, "laurel_rank": 8},
     ),
     "gemma4-shared-keys": ("gemma4_text", {**PER_LAYER, "global_head_dim": 32, "use_double_wide_mlp": True}),
+    "qwen3.5-gated-delta": ("qwen3_5_text", GATED_DELTA),
+    "qwen3-next-gated-delta": (
+        "qwen3_next",
+        {**GATED_DELTA, **TWO_EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    ),
+    "olmo-gated-delta": ("olmo_hybrid", {**GATED_DELTA, "linear_num_key_heads": 4}),
+    "lfm2-convolution": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 16}),
+    "lfm3-convolution": ("lfm3", {"layer_types": ["conv", "full_attention"] * 2}),
+    "bamba-mamba-2": ("bamba", {**MAMBA_2, "attn_layer_indices": [1, 3]}),
+    "granite-mamba-2": (
+        "granitemoehybrid",
+        {
+            **MAMBA_2,
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "shared_intermediate_size": 32,
+        },
+    ),
+    "jamba-mamba": (
+        "jamba",
+        {**TWO_EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
+    ),
 }
 
 MAIN_FAMILIES = (
@@ -124,6 +158,7 @@ MAIN_FAMILIES = (
     "gpt-oss-sinks",
     "llama",
     "qwen2-moe-silent-window",
+    "qwen3.5-gated-delta",
 )
 """Families that have every pair of features between them: tests run on these unless `--families` names others."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qcfuse_rag import LanguageModel, Prompt
@@ -20,7 +21,8 @@ from qcfuse_rag.store.key import Base
 from qcfuse_rag.verification.exactness import stock_attention
 
 Table = list[tuple[Tensor, Tensor]]
-"""Per layer keys and values, `[1, Hkv, T, D]`, rotated at their positions."""
+"""Per layer keys and values, `[1, Hkv, T, D]`, rotated at their positions; of a recurrent layer the hidden states that
+its mixer reads, `[1, 1, T, H]`, twice."""
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
@@ -28,15 +30,61 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max())
 
 
+def empty_cache(lm: LanguageModel) -> Cache:
+    """Return transformers' cache for a model's attention layers; recurrent ones compute without, see `over_table`."""
+    return Cache(layers=[LinearAttentionLayer() if n in lm.recurrent else DynamicLayer() for n in range(lm.n_layers)])
+
+
+@contextmanager
+def over_table(lm: LanguageModel, before: list[Tensor], rows: list[int]) -> Iterator[dict[int, Tensor]]:
+    """Have the mixers of recurrent layers compute whole texts without a cache, and return the rows alone.
+
+    `before` are the hidden states of each layer at earlier positions, of which rows are replaced. The context gives the
+    hidden states that the mixers read, by layer.
+    """
+    read = dict[int, Tensor]()
+
+    def enter(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        options = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+        text = torch.zeros(1, rows[-1] + 1, hidden.shape[-1])
+        if before:
+            text[:, : before[layer].shape[2]] = before[layer][:, 0, : rows[-1] + 1]
+        text[:, rows] = hidden
+        read[layer] = text[:, None]
+        return (text,), options
+
+    def leave(output: Tensor) -> Tensor:
+        return output[:, rows]
+
+    hooks = []
+    for layer, recurrent in lm.recurrent.items():
+        mixer = lm.model.get_decoder().get_submodule(recurrent.mixer)
+        hooks.append(mixer.register_forward_pre_hook(lambda _, a, k, layer=layer: enter(layer, a, k), with_kwargs=True))
+        hooks.append(mixer.register_forward_hook(lambda _, __, output: leave(output)))
+    try:
+        yield read
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def table_of(lm: LanguageModel, cache: Cache, read: dict[int, Tensor]) -> Table:
+    """Return what a pass has left of each layer."""
+    return [
+        (read[n], read[n]) if n in lm.recurrent else (layer.keys, layer.values) for n, layer in enumerate(cache.layers)
+    ]
+
+
 @torch.inference_mode()
 def plain_forward(lm: LanguageModel, ids: tuple[int, ...]) -> tuple[Tensor, Table]:
     """Run the model as transformers would: `[T, vocabulary]` logits and the cache."""
-    cache = Cache(layer_class_to_replicate=DynamicLayer)
-    with stock_attention(lm):
+    cache = empty_cache(lm)
+    with stock_attention(lm), over_table(lm, [], [*range(len(ids))]) as read:
         logits = lm.model(
             input_ids=torch.tensor([ids], device=lm.device), past_key_values=cache, use_cache=True
         ).logits[0]
-    return logits, [(layer.keys, layer.values) for layer in cache.layers]
+    return logits, stored_form(lm, table_of(lm, cache, read))
 
 
 @torch.inference_mode()
@@ -51,14 +99,19 @@ def greedy_continuation(lm: LanguageModel, ids: tuple[int, ...], count: int) -> 
 
 @torch.inference_mode()
 def alone_at(lm: LanguageModel, ids: tuple[int, ...], start: int, before: tuple[int, ...] = ()) -> Table:
-    """Compute a segment's keys and values behind `before`, at positions `start ...` of the prompt."""
-    cache = Cache(layer_class_to_replicate=DynamicLayer)
+    """Compute what a buffer holds of a segment behind `before`, at positions `start ...` of the prompt."""
+    return stored_form(lm, _alone_at(lm, ids, start, before))
+
+
+def _alone_at(lm: LanguageModel, ids: tuple[int, ...], start: int, before: tuple[int, ...]) -> Table:
+    cache = empty_cache(lm)
     first = start - len(before)
     text = torch.tensor([before + ids], device=lm.device)
     positions = torch.arange(first, start + len(ids), device=lm.device)[None]
-    with stock_attention(lm):
+    with stock_attention(lm), over_table(lm, [], [*range(text.shape[1])]) as read:
         lm.model(input_ids=text, position_ids=positions, past_key_values=cache, use_cache=True)
-    return [(layer.keys[:, :, len(before) :], layer.values[:, :, len(before) :]) for layer in cache.layers]
+    table = table_of(lm, cache, read)
+    return [(keys[:, :, len(before) :], values[:, :, len(before) :]) for keys, values in table]
 
 
 def stored_table(lm: LanguageModel, prompt: Prompt, base: Base | Callable[[Span], tuple[int, ...]]) -> Table:
@@ -71,7 +124,7 @@ def stored_table(lm: LanguageModel, prompt: Prompt, base: Base | Callable[[Span]
         before: tuple[int, ...] = ()
         if span.segment.role is Role.CHUNK:
             before = base.prefix(prompt.prefix_ids) if isinstance(base, Base) else base(span)
-        tables.append(alone_at(lm, span.segment.ids, span.start, before=before))
+        tables.append(_alone_at(lm, span.segment.ids, span.start, before))
     return [
         (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
         for layer in range(lm.n_layers)
@@ -92,19 +145,37 @@ def sequential_fusion(lm: LanguageModel, ids: tuple[int, ...], rows: list[int], 
     logits = torch.empty(0)
     with stock_attention(lm):
         for row in rows:
-            cache = Cache(layer_class_to_replicate=DynamicLayer)
-            for layer, (keys, values) in enumerate(table):
-                cache.update(keys[:, :, :row], values[:, :, :row], layer)
-            out = lm.model(
-                input_ids=torch.tensor([[ids[row]]], device=lm.device),
-                position_ids=torch.tensor([[row]], device=lm.device),
-                past_key_values=cache,
-                use_cache=True,
-            )
+            cache = empty_cache(lm)
+            for layer in lm.attention_layers:
+                cache.update(*(side[:, :, :row] for side in table[layer]), layer)
+            with over_table(lm, [keys for keys, _ in table], [row]) as read:
+                out = lm.model(
+                    input_ids=torch.tensor([[ids[row]]], device=lm.device),
+                    position_ids=torch.tensor([[row]], device=lm.device),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
             logits = out.logits[0, -1]
-            for (keys, values), layer in zip(table, cache.layers, strict=True):
-                keys[:, :, row], values[:, :, row] = layer.keys[:, :, -1], layer.values[:, :, -1]
-    return logits, table
+            for sides, fresh in zip(table, table_of(lm, cache, read), strict=True):
+                for side, new in zip(sides, fresh, strict=True):
+                    side[:, :, row] = new[:, :, -1]
+    return logits, stored_form(lm, table)
+
+
+@torch.inference_mode()
+def stored_form(lm: LanguageModel, table: Table) -> Table:
+    """Return a table with what a buffer holds of recurrent layers, by the mixers' own linear layers."""
+    table = [*table]
+    for layer, recurrent in lm.recurrent.items():
+        mixer, hidden = lm.model.get_decoder().get_submodule(recurrent.mixer), table[layer][0][:, 0]
+        products = zip(recurrent.projections, recurrent.used, strict=True)
+        inputs = torch.cat([mixer.get_submodule(name)(hidden)[..., used] for name, used in products], -1)
+        shape = recurrent.shape
+        whole = torch.zeros(1, hidden.shape[1], 2 * shape.kv_heads * shape.key_dim)
+        whole[..., : inputs.shape[-1]] = inputs
+        halves = whole.view(1, hidden.shape[1], 2 * shape.kv_heads, shape.key_dim).transpose(1, 2)
+        table[layer] = halves[:, : shape.kv_heads], halves[:, shape.kv_heads :]
+    return table
 
 
 class Observed(NamedTuple):

@@ -151,7 +151,9 @@ class SamplePrompt:
 
 
 def missing_kernels(lm: LanguageModel) -> str | None:
-    """Return why a model has no kernels to record, or None if it has."""
+    """Return why nothing of a model can be recorded, or None if it can."""
+    if lm.recurrent:
+        return "some layers are recurrent"
     settings = (lm.device, lm.dtype, lm.widest_head)
     try:
         return None if kernels_available(*settings) else f"there are no kernels: {unavailable_reason(*settings)}"

@@ -34,14 +34,28 @@ FOUND = {
     "phi3-partial-rotary": {"norms": 2 * LAYERS + 1, "rotations": LAYERS},
     "qwen3-qk-norm": {**EVERYTHING, "norms": 4 * LAYERS + 1},
     "starcoder2": {"rotations": LAYERS},
+    "qwen3.5-gated-delta": {"norms": 13, "gates": 4, "rotations": 2},
+    "qwen3-next-gated-delta": {"norms": 13, "gates": 4, "rotations": 2},
+    "olmo-gated-delta": {"norms": 13, "gates": 4, "rotations": 2},
+    "lfm2-convolution": {"norms": 13, "rotations": 2},
+    "lfm3-convolution": {"norms": 21, "rotations": 2},
+    "bamba-mamba-2": {"norms": 9, "gates": 4, "rotations": 2},
+    "granite-mamba-2": {"norms": 9, "rotations": 2},
+    "jamba-mamba": {"norms": 15, "gates": 2},
 }
 """Where it is not everything: other norms, interleaved or no gates, a rotation of neighbouring channels."""
 
 
 WITHOUT_PROJECTIONS = {"gpt-neox", "phi3-partial-rotary"}
 """Models with one matrix for queries, keys and values."""
-WITHOUT_OUTPUT = {"gpt-neox"}
+WITHOUT_OUTPUT = {"gpt-neox", "lfm2-convolution"}
 """Models that name an attention's last product otherwise."""
+
+
+RECURRENT = {name for name in FOUND if name.endswith(("delta", "convolution", "mamba", "mamba-2"))} - {
+    "olmo-gated-delta"
+}
+"""Models of which two layers have products of attention by its usual names; OLMo's mixers have such names too."""
 
 
 def expected_views(family: str, dtype: torch.dtype) -> dict[str, int]:
@@ -52,8 +66,9 @@ def expected_views(family: str, dtype: torch.dtype) -> dict[str, int]:
 def expected_products(family: str, dtype: torch.dtype) -> dict[str, int]:
     """Return how many products have a view; the interpreter cannot multiply bfloat16 matrices."""
     joint = dtype == torch.float16 or (dtype == torch.bfloat16 and DEVICE.type == "cuda")
-    projections = {"projections": LAYERS} if joint and family not in WITHOUT_PROJECTIONS else {}
-    outputs = {"outputs": 7 if "shared-keys" in family else LAYERS} if joint and family not in WITHOUT_OUTPUT else {}
+    layers = 2 if family in RECURRENT else LAYERS
+    projections = {"projections": layers} if joint and family not in WITHOUT_PROJECTIONS else {}
+    outputs = {"outputs": 7 if "shared-keys" in family else layers} if joint and family not in WITHOUT_OUTPUT else {}
     return {**projections, **outputs}
 
 
