@@ -92,6 +92,7 @@ def check_model(config: EngineConfig) -> dict[str, Any]:
         "architecture": type(lm.model).__name__,
         "layers": lm.n_layers + lm.n_sharing,
         "stored_layers": lm.n_layers,
+        "recurrent_layers": len(lm.recurrent),
         "dtype": lm.fingerprint.dtype,
         "weight_format": lm.weight_format,
         "rope": sorted({rope.describe() for rope in lm.ropes}),
@@ -118,6 +119,8 @@ def print_model_check(report: Mapping[str, Any]) -> None:
     layers, stored = f"{report['layers']} layers", report["stored_layers"]
     if stored < report["layers"]:
         layers += f", of which {stored} are stored and the others read theirs"
+    if recurrent := report["recurrent_layers"]:
+        layers += f", of which {recurrent} are recurrent: stored are the inputs of their recurrences"
     OUT.print(f"[green]supported[/green]: {report['architecture']}, {layers}, {dtype}")
     if report["adapter_of"]:
         OUT.print(f"  adapter: merged into the weights of {report['adapter_of']}")

@@ -1,4 +1,4 @@
-"""Predict the time of a prefill on this machine, by six coefficients that are measured here."""
+"""Predict the time of a prefill on this machine, by coefficients that are measured here."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from qcfuse_rag.models.cpu_weights import processor_name
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.attention.dispatch import dense_attention_name
 from qcfuse_rag.runtime.device import fastest_s, timed
+from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.runners import PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
@@ -91,7 +92,7 @@ class PrefillEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Six costs in seconds that predict a prefill.
+    """Six costs in seconds that predict a prefill, and one more where layers are recurrent.
 
     To compute `R` rows that see `K` keys each takes `R (row_s + K key_s)`. On a CPU, a pass takes `pass_s` and that. On
     a GPU, it takes the longer of both: the host launches kernels while the device computes. A pass that is recorded as
@@ -108,6 +109,8 @@ class Costs:
         recorded_pass_s: the fixed cost of a recorded pass in a fused prefill, its share of the lookups included.
         recorded_rows: most rows of a recorded pass; 0 without recordings.
         overlaps: whether launching and loading take no time from computing: on a GPU.
+        scan_s: the cost of each token over which the recurrences of a pass run; it is a part of `row_s`. A fused pass
+            has it for all tokens before its last row.
     """
 
     pass_s: float
@@ -118,17 +121,22 @@ class Costs:
     recorded_pass_s: float = 0.0
     recorded_rows: int = 0
     overlaps: bool = False
+    scan_s: float = 0.0
 
     def full_pass_s(self, rows: int, held: int = 0) -> float:
         """Predict the seconds of a pass over a whole prompt that follows `held` tokens with cached keys and values."""
         return self._pass_s(self.pass_s, rows, held + rows / 2)
 
-    def partial_pass_s(self, rows: int, keys: float = 0, share: float = 1.0) -> float:
-        """Predict the seconds of a pass over some rows that see so many keys, through a share of the layers."""
-        return share * self._pass_s(self.pass_s if rows > self.recorded_rows else self.recorded_pass_s, rows, keys)
+    def partial_pass_s(self, rows: int, keys: float = 0, share: float = 1.0, length: int = 0) -> float:
+        """Predict the seconds of a pass over some rows of `length` tokens, through a share of the layers.
 
-    def _pass_s(self, fixed_s: float, rows: int, keys: float) -> float:
-        computing_s = rows * (self.row_s + keys * self.key_s)
+        The rows see so many keys.
+        """
+        fixed_s = self.pass_s if rows > self.recorded_rows else self.recorded_pass_s
+        return share * self._pass_s(fixed_s, rows, keys, max(0, length - rows))
+
+    def _pass_s(self, fixed_s: float, rows: int, keys: float, others: int = 0) -> float:
+        computing_s = rows * (self.row_s + keys * self.key_s) + others * self.scan_s
         if not rows:
             return 0.0
         return max(fixed_s, computing_s) if self.overlaps else fixed_s + computing_s
@@ -143,8 +151,8 @@ class Costs:
         copy_s = (estimate.stored_tokens - estimate.near_tokens) * (self.load_s - near_load_s)
         load_s = estimate.stored_tokens * near_load_s
         held, tokens = estimate.held_tokens, estimate.prompt_tokens
-        probe_s = self.partial_pass_s(estimate.probe_rows, held + tokens, estimate.probe_share)
-        rows_s = self.partial_pass_s(estimate.rows, held + tokens / 2)
+        probe_s = self.partial_pass_s(estimate.probe_rows, held + tokens, estimate.probe_share, held + tokens)
+        rows_s = self.partial_pass_s(estimate.rows, held + tokens / 2, length=held + tokens)
         if not self.overlaps:
             return copy_s + load_s + probe_s + rows_s
         return copy_s + (max(load_s, probe_s) + rows_s if probe_s else max(load_s, rows_s))
@@ -242,11 +250,22 @@ def measure_passes(lm: LanguageModel) -> Costs:
     for size in sizes[1:]:
         with suppress(torch.OutOfMemoryError):
             times_s[size] = fastest_s(lm.device, partial(prefill_once, lm, size), SAMPLES)
+    scan_s = _scan_cost(lm, sizes[0], max(times_s, default=0), few_s) if lm.recurrent else 0.0
     if on_gpu:
         row_s, key_s = _row_costs(few_s, times_s)
-        return Costs(few_s, row_s, key_s=key_s, overlaps=True)
+        return Costs(few_s, row_s, key_s=key_s, overlaps=True, scan_s=scan_s)
     row_s = max(times_s[sizes[1]] - few_s, 1e-9) / max(1, sizes[1] - sizes[0])
-    return Costs(max(0.0, few_s - sizes[0] * row_s), row_s)
+    return Costs(max(0.0, few_s - sizes[0] * row_s), row_s, scan_s=min(scan_s, row_s))
+
+
+def _scan_cost(lm: LanguageModel, rows: int, length: int, few_s: float) -> float:
+    """Return the seconds of each token before the rows of a pass, by a pass over the last rows of a longer text."""
+    if length <= rows:
+        return 0.0
+    buffer = lm.empty_buffer(length)
+    prefill_once(lm, length, buffer)
+    last_s = fastest_s(lm.device, partial(prefill_once, lm, length, buffer, length - rows), SAMPLES)
+    return max(0.0, last_s - few_s) / (length - rows)
 
 
 def _row_costs(launch_s: float, times_s: dict[int, float]) -> tuple[float, float]:
@@ -267,10 +286,11 @@ def overlaps(lm: LanguageModel) -> bool:
     return lm.device.type == "cuda"
 
 
-def prefill_once(lm: LanguageModel, tokens: int) -> None:
-    """Compute a full prefill of arbitrary tokens."""
-    plan = RowsPlan.between(0, tokens, lm.device, lm.sliding)
-    forward_rows(lm, plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, lm.empty_buffer(tokens))
+def prefill_once(lm: LanguageModel, tokens: int, buffer: KVBuffer | None = None, first: int = 0) -> None:
+    """Compute a full prefill of arbitrary tokens, or those from `first` on over a buffer, without a state."""
+    buffer, plan = buffer or lm.empty_buffer(tokens), RowsPlan.between(first, tokens, lm.device, lm.sliding)
+    buffer.states.clear()
+    forward_rows(lm, plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, buffer)
 
 
 LoadTimes = tuple[float, float]

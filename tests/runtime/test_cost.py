@@ -1,4 +1,4 @@
-"""The cost model: six coefficients, measured once on a machine."""
+"""The cost model: coefficients that are measured once on a machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TieredStore, make_method
 from qcfuse_rag.fusion.method import BreakEven
@@ -18,6 +19,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, ChunkKey
 from tests.support import seams
 from tests.support.engines import damaged, make_engine, make_warmed_engine
+from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
 WORK = PrefillEstimate(1000, stored_tokens=900, selected_tokens=90, probe_rows=32, probe_share=0.5)
@@ -56,6 +58,15 @@ def test_rows_take_a_time_for_every_key_that_they_see() -> None:
     assert costs.fused_s(later) == pytest.approx(costs.fused_s(WORK) + more)
 
 
+def test_recurrences_run_over_all_tokens_before_the_rows() -> None:
+    costs = Costs(pass_s=0.1, row_s=0.001)
+    scanning = replace(costs, scan_s=1e-4)
+    assert scanning.full_pass_s(1000) == costs.full_pass_s(1000), "a row's time has it in it"
+    probe, rows = (1000 - 32) / 2, 1000 - 190
+    assert scanning.fused_s(WORK) == pytest.approx(costs.fused_s(WORK) + (probe + rows) * 1e-4)
+    assert scanning.fused_s(replace(WORK, held_tokens=500)) == pytest.approx(scanning.fused_s(WORK) + 500 * 1.5 * 1e-4)
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_tokens_on_disk_are_copied_to_memory_before_anything_is_computed(on_gpu: bool) -> None:
     costs = Costs(pass_s=0.1, row_s=1e-4, load_s=5e-5, near_load_s=1e-6, overlaps=on_gpu)
@@ -78,6 +89,15 @@ def test_two_passes_give_the_costs_of_a_pass_and_of_a_row(
     seams.passes_take(monkeypatch, lambda rows: 0.5 + 0.002 * rows)
     costs = measure_passes(llama)
     assert (costs.pass_s, costs.row_s) == (pytest.approx(0.5), pytest.approx(0.002))
+
+
+@pytest.mark.parametrize(("scan_s", "found_s"), [(0.0, 0.0), (0.0005, 0.0005), (0.01, 0.002)])
+def test_a_pass_over_the_last_rows_gives_the_cost_of_recurrences(
+    scan_s: float, found_s: float, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = LanguageModel.wrap(build_model("qwen3.5-gated-delta"), tokenizer)
+    seams.passes_take(monkeypatch, lambda rows: 0.5 + 0.002 * rows, scan_s)
+    assert measure_passes(lm).scan_s == pytest.approx(found_s), "at most a row's"
 
 
 @pytest.fixture

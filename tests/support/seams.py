@@ -72,14 +72,17 @@ def large_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("qcfuse_rag.runtime.kernels.placement.TOKENS_PER_PROGRAM", 64)
 
 
-def passes_take(patch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
-    """Have measured passes take a time that follows from their rows, and compute nothing."""
-    rows: list[int] = []
+def passes_take(patch: pytest.MonkeyPatch, seconds: Callable[[int], float], scan_s: float = 0.0) -> None:
+    """Have measured passes take a time that follows from their rows and the tokens before, and compute nothing."""
+    passes: list[tuple[int, int]] = []
 
     def fastest_s(device: object, work: Callable[[], object], samples: int) -> float:
-        rows.clear()
+        passes.clear()
         work()
-        return seconds(rows[0]) if rows else 1e-6
+        return seconds(passes[0][0]) + scan_s * passes[0][1] if passes else 1e-6
 
-    patch.setattr("qcfuse_rag.runtime.cost.prefill_once", lambda lm, tokens: rows.append(tokens))
+    def prefill_once(lm: object, tokens: int, buffer: object = None, first: int = 0) -> None:
+        passes.append((tokens - first, first))
+
+    patch.setattr("qcfuse_rag.runtime.cost.prefill_once", prefill_once)
     patch.setattr("qcfuse_rag.runtime.cost.fastest_s", fastest_s)
