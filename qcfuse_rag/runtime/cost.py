@@ -20,8 +20,8 @@ from qcfuse_rag.errors import CorruptEntry, QCFuseError
 from qcfuse_rag.models.cpu_weights import processor_name
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.attention.dispatch import dense_attention_name
-from qcfuse_rag.runtime.device import fastest_s, timed
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.device import fastest_s, timed
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.runners import PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
