@@ -4,50 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from benchmarks.profile import answer_positions, attention_by_layer, choose_layers, recall_by_layer
 from benchmarks.questions import Example, find_answers
-from qcfuse_rag import FusionEngine, LanguageModel, Prompt
+from qcfuse_rag import FusionEngine
+from tests.support import references
 from tests.support.cli import Run
 from tests.support.passages import PASSAGES, QUESTION
 
 ANSWERED = Example(QUESTION, tuple(PASSAGES), answers=("the harbour school",), supporting=(1,))
 
 
-@torch.inference_mode()
-def eager_attention(lm: LanguageModel, prompt: Prompt) -> list[Tensor]:
-    """Run a whole prompt with transformers' eager attention; per layer the `[H, T, T]` weights it used itself."""
-    weights: dict[int, Tensor] = {}
-
-    def capture(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-        length = query.shape[2]
-        additive = torch.full((1, 1, length, length), float("-inf")).triu(1)
-        output, used = eager_attention_forward(module, query, key, value, additive, **kwargs)
-        weights[int(module.layer_idx)] = used[0]  # type: ignore[arg-type]
-        return output, used
-
-    AttentionInterface.register("capture-all", capture)
-    AttentionMaskInterface.register("capture-all", sdpa_mask)
-    lm.model.set_attn_implementation("capture-all")
-    try:
-        lm.model(input_ids=torch.tensor([prompt.ids]), use_cache=False)
-    finally:
-        lm.model.set_attn_implementation("qcfuse")
-    return [weights[layer] for layer in range(lm.n_layers)]
-
-
 def test_the_attention_of_every_layer_is_that_of_the_rows_a_probe_has(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
     asking = list(range(prompt.chunks[-1].stop, prompt.spans[-2].stop))
-    expected = torch.stack([weights[:, asking].mean((0, 1)) for weights in eager_attention(engine.lm, prompt)])
+    expected = references.eager_attention(engine.lm, prompt.ids)[:, :, asking].mean((1, 2))
     assert torch.allclose(attention_by_layer(engine.lm, prompt), expected, atol=1e-6)
 
 

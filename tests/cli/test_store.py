@@ -169,8 +169,8 @@ def test_a_library_forgets_passages_as_well_and_is_wiped_with_them(run: Run, fol
     passages = [IndexedPassage("boats", "It floats."), IndexedPassage("mills", "It turns.")]
     index = PassageIndex("M", passages, np.eye(2, dtype="f4"))
     index.save(library / "passages")
-    (library / "warm.json").write_text("{}")
-    (folder / "profile.json").write_text("{}")
+    for file in (library / "warm.json", library / "library.json", folder / "profile.json"):
+        file.write_text("{}")
     (library / "mine.txt").write_text("mine")
     (library / "passages_of_mine").mkdir()
     (library / "passages_of_mine" / "passages.jsonl").write_text("mine")

@@ -300,20 +300,6 @@ def test_a_record_that_cannot_be_read_is_said_so(run: Run, tmp_path: Path) -> No
     assert (code, "start it with `qcfuse warm run`" in err) == (1, True)
 
 
-@pytest.mark.slow
-def test_enriched_passages_are_warmed_from_the_indexs_neighbours(
-    run: Run, documents: Path, model_folder: str, tmp_path: Path
-) -> None:
-    store, about = tmp_path / "s", ("--model", model_folder, "--device", "cpu")
-    options = (documents, "--store", store, *about, "--base", "enriched")
-    assert run.json("warm", "plan", *options)["to_warm"] == 6, "each passage in a first pass and in a second one"
-    assert run.json("warm", "run", *options)["warmed"] == 6
-    assert run.json("warm", "run", *options)["present"] == 6
-    answer = run.json("ask", "Who keeps the paint?", "--store", store, *about, "--method", "fusionrag", "--ratio", 0.1)
-    report = answer["report"]
-    assert (report["method"], report["base"], report["fallback"]) == ("fusionrag", "enriched", None)
-
-
 def test_a_tag_says_who_may_read_documents(run: Run, corpus_file: Path, model_folder: str, tmp_path: Path) -> None:
     options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", *FRAMED)
     run.json("warm", "run", corpus_file, *options, "--access", "board")

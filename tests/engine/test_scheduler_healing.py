@@ -12,7 +12,6 @@ import pytest
 from qcfuse_rag import FusionEngine, Prompt, SamplingParams, Scheduler, SchedulerSettings, make_method
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.store.key import BLIND, FRAMED
-from tests.support.cases import cases
 from tests.support.passages import PASSAGES, QUESTION
 
 FULL, REUSE = make_method("full"), make_method("reuse")
@@ -69,19 +68,6 @@ def test_one_request_heals_in_the_passes_of_its_steps(engine: FusionEngine, sche
     assert answer.healing.exact_tokens == len(prompt)
 
 
-def test_an_exact_answer_is_held_back_and_comes_although_others_go_on(
-    engine: FusionEngine, scheduler: Scheduler
-) -> None:
-    long = [scheduler.submit(prompt, replace(FAST, max_new_tokens=200)) for prompt in prompts(engine)[:2]]
-    next(long[0])
-    exact = scheduler.submit(engine.prompt("Why?", PASSAGES), replace(EXACT, max_new_tokens=6), method=REUSE)
-    assert exact.verified_upto is None
-    expected = engine.generate(exact.prompt, replace(FAST, max_new_tokens=6), method=FULL)
-    assert exact.result(60).ids == expected.ids
-    for answer in long:
-        answer.cancel()
-
-
 def test_an_answer_that_cannot_begin_fails_alone(
     engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,16 +77,6 @@ def test_an_answer_that_cannot_begin_fails_alone(
             scheduler.submit(engine.prompt(QUESTION, PASSAGES), EXACT, method=REUSE).result(60)
     assert scheduler.alive
     assert scheduler.submit(engine.prompt(QUESTION, PASSAGES), FAST).result(60).ids
-
-
-def test_sampled_exact_answers_heal_beside_others(engine: FusionEngine, scheduler: Scheduler) -> None:
-    sampled = SamplingParams(max_new_tokens=10, temperature=0.9, seed=5)
-    other = scheduler.submit(engine.prompt("Why?", PASSAGES), replace(FAST, max_new_tokens=200))
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    answer = scheduler.submit(prompt, replace(sampled, fidelity="exact"), method=REUSE).result(60)
-    assert other.generation is None, "it did not have to end first"
-    assert answer.ids == engine.generate(prompt, sampled, method=FULL).ids
-    other.cancel()
 
 
 @pytest.mark.slow
@@ -128,21 +104,6 @@ def test_a_cancelled_request_stops_healing(
     time.sleep(0.2)
     assert len(passes) == done
     assert all(other.result(60).ids for other in others)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("beside", cases([0, 1], 1))
-def test_a_failure_of_healing_ends_no_answer(
-    engine: FusionEngine, scheduler: Scheduler, beside: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = prompts(engine)
-    others = [scheduler.submit(asked[3], replace(FAST, max_new_tokens=150)) for _ in range(beside)]
-    monkeypatch.setattr(Healing, "_compute", broken)
-    answer = scheduler.submit(asked[0], EXACT, method=REUSE).result(60)
-    assert answer.ids == engine.generate(asked[0], FAST, method=FULL).ids
-    assert answer.healing is not None
-    assert answer.healing.reason == "healing failed: the device is out of memory"
-    assert all(len(other.result(60).ids) == 150 or other.result().finish_reason == "end" for other in others)
 
 
 @pytest.mark.slow

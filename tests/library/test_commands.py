@@ -179,12 +179,6 @@ def test_an_answer_in_json_names_its_documents_once_with_their_scores(run: Run, 
     assert -1 <= document["score"] <= 1
 
 
-def test_wiping_removes_the_settings(run: Run, library: Path) -> None:
-    assert "model" in json.loads((library / "library.json").read_text())
-    run.json("store", "wipe", "--store", library, "--yes")
-    assert not (library / "library.json").exists()
-
-
 def test_a_served_model_has_the_id_that_people_know_it_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "c1899de2"
     snapshot.mkdir(parents=True)

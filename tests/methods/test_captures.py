@@ -17,7 +17,6 @@ from qcfuse_rag.methods.captures import attention as statistics
 from qcfuse_rag.methods.captures.job import capture_chunks
 from qcfuse_rag.methods.captures.slots import (
     Slot,
-    context_of,
     fact,
     filled_slots,
     slot_key,
@@ -101,11 +100,6 @@ def test_statistics_are_the_same_made_a_few_rows_at_a_time(
         assert fact(whole, "inter") == pytest.approx(fact(blockwise, "inter"), rel=1e-5)
         assert fact(whole, "cci") == pytest.approx(fact(blockwise, "cci"), rel=1e-6)
         assert torch.allclose(whole.blocks["inter"], blockwise.blocks["inter"], atol=1e-6)
-
-
-def test_a_captured_passage_has_its_context(llama: LanguageModel, prompt: Prompt) -> None:
-    hashes = [hash_ids(span.segment.ids) for span in prompt.chunks]
-    assert [context_of(chunk) for chunk in captured(llama, prompt)] == [(hashes[0],), (hashes[0], hashes[1])]
 
 
 def test_neither_question_nor_conversation_changes_what_is_captured(engine: FusionEngine, llama: LanguageModel) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, choose_method, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, choose_method, make_method
 from qcfuse_rag.ingestion.prefill import instruction_ids, prefill_chunk, prefill_chunks
 from qcfuse_rag.ingestion.similarity import nearest_chunks, token_vectors
 from qcfuse_rag.methods import find_base
@@ -264,14 +264,6 @@ def test_retrieved_together_counts_pairs() -> None:
 def test_token_vectors_of_chunks_with_shared_rare_words_are_near(llama: LanguageModel) -> None:
     chunks = [(10, 11, 12, 50), (10, 11, 13, 50), (20, 21, 22, 50), (20, 21, 23, 50)]
     assert [neighbours[0] for neighbours in nearest_chunks(token_vectors(llama, chunks), 1)] == [1, 0, 3, 2]
-
-
-def test_the_prompt_decides_nothing_about_enriched_keys(engine: FusionEngine) -> None:
-    """The same chunk has one enriched entry, wherever and with whatever it is retrieved."""
-    prompts: list[Prompt] = [engine.prompt(QUESTION, PASSAGES), engine.prompt("Why?", PASSAGES[::-1])]
-    engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[1], [2], [0]])
-    for prompt in prompts:
-        assert engine.prefill(prompt, method=make_method("fusionrag")).report.fallback is None
 
 
 def test_a_forgotten_document_takes_along_the_enriched_caches_of_its_neighbours(engine: FusionEngine) -> None:

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV3Config,
     LlamaConfig,
     Mamba2Config,
     PreTrainedModel,
@@ -172,14 +171,6 @@ def test_a_model_that_can_see_shares_keys_too(tokenizer: PreTrainedTokenizerFast
     lm = LanguageModel.wrap(build_nested_model("gemma4-shared-keys"), tokenizer)
     assert lm.n_sharing == 3
     assert check_exact(lm).passed
-
-
-def test_latent_attention_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    sizes_of_family = {name: size for name, size in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
-    config = DeepseekV3Config(**sizes_of_family, **sizes, first_k_dense_replace=4, num_key_value_heads=4)
-    with pytest.raises(UnsupportedModel, match=r"latent attention|rotation this library knows"):
-        LanguageModel.wrap(AutoModelForCausalLM.from_config(config), tokenizer)
 
 
 def test_layers_that_lose_what_they_are_called_with_are_refused(llama: LanguageModel) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -108,16 +107,6 @@ async def test_a_server_that_reranks_answers_from_the_best_of_more_and_says_so(
         assert "reranking" not in (await ask(http, documents="library")).json()["fusion"]
 
 
-async def test_a_text_of_several_documents_counts_once_and_all_of_them_are_named(http: httpx.AsyncClient) -> None:
-    await add(http, {"copy.md": PASSAGES[0], "spaced.md": PASSAGES[0].replace(" ", "\n", 3)})
-    body = (await ask(http, documents="library")).json()
-    named = [document["source"] for document in body["documents"]]
-    assert sorted(named) == ["copy.md", "ferry.md", "hull.md", "spaced.md"]
-    assert len([lookup for lookup in body["fusion"]["lookups"] if lookup["role"] == "chunk"]) == 2
-    scores = {d["source"]: d["score"] for d in body["documents"]}
-    assert scores["copy.md"] == scores["ferry.md"] == scores["spaced.md"]
-
-
 async def test_a_stream_names_the_documents_first(http: httpx.AsyncClient) -> None:
     whole = (await ask(http, documents="library")).json()
     chunks = chunks_of(await ask(http, documents="library", stream=True))
@@ -192,6 +181,8 @@ async def test_documents_are_listed_by_short_names_with_their_passages(http: htt
         ("hull.md", "hull.md"),
     ]
     assert documents[1]["passages"] > 1
+    await add(http, {"b.md": HARBOUR})
+    assert (await http.delete("/v1/documents/b.md")).json()["passages"] == 1, "a short name is taken too"
     assert (await http.delete("/v1/documents//docs/a/c.md")).json()["passages"] == 1
 
 
@@ -588,16 +579,6 @@ def test_replicas_neither_retrieve_nor_change_documents(run: Run, tmp_path: Path
     assert (code, f"Ray have no {option};" in said) == (1, True)
 
 
-def test_replicas_of_the_bundled_model_are_said_to_be_for_the_demonstration(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    (tmp_path / "kv" / "objects").mkdir(parents=True)
-    for model, noted in (((), True), (("--model", "some/model"), False)):
-        code, _, said = run("serve", "--store", tmp_path, "--ray", "auto", *model)
-        assert (code, "the bundled model is for the demonstration" in said, "needs Ray" in said) == (1, noted, True)
-
-
 @pytest.mark.slow
 @pytest.mark.enable_socket
 def test_the_command_serves_what_it_warmed(run: Run, model_folder: str, corpus_file: Path, tmp_path: Path) -> None:
@@ -636,22 +617,3 @@ def test_the_command_serves_what_it_warmed(run: Run, model_folder: str, corpus_f
     with open_store(library / "kv") as store:
         assert sum(entry.uses or 0.0 for entry in store.entries()) > before
     assert local_socket.connect(library) is None
-
-
-async def test_a_document_is_known_by_its_short_name_too(
-    engine: FusionEngine, tmp_path: Path, embedder: Embedder
-) -> None:
-    """Documents of `qcfuse warm run` have absolute paths as sources."""
-    folder, sources = tmp_path / "passages", [f"/docs/{name}" for name in NAMES]
-    index = PassageIndex(DEFAULT_EMBEDDER)
-    index.replace({source: [text] for source, text in zip(sources, PASSAGES, strict=True)}, embedder(PASSAGES))
-    index.save(folder)
-    library = ServedLibrary(Retriever.open(folder), engine)
-    async with serving(engine, library=library) as http:
-        await add(http, {"mill.md": HARBOUR})
-        listed = (await http.get("/v1/documents")).json()["data"]
-        assert [document["source"] for document in listed] == sources
-        assert {p.text for p in PassageIndex.load(folder).passages if p.source == sources[2]} == {HARBOUR}
-        assert (await http.delete("/v1/documents/hull.md")).json()["passages"] == 1
-        listed = (await http.get("/v1/documents")).json()["data"]
-        assert [document["name"] for document in listed] == ["ferry.md", "mill.md"]
