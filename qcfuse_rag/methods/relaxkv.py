@@ -82,6 +82,9 @@ class NestedPasses:
         positions, until = (
             part.to(start.fused.lm.device) for part in self.tokens.nested(start.candidates, start.scores, start.budget)
         )
+        layers = torch.tensor(start.scores.layers, device=until.device)
+        ends = torch.cat([layers[1:] - 1, layers.new_tensor([start.fused.lm.n_layers - 1])])
+        until = ends[torch.searchsorted(layers, until)]  # layers without attention go with the one before
         hook = NestedRows(positions, until, positions)
         if self.context == "all":
             return hook

@@ -6,6 +6,7 @@ window gives different hidden states with another window.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,10 @@ from qcfuse_rag.errors import UnsupportedModel
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv"}
 """Transformers' types of layers whose state is that of `models.recurrence`, whatever computes it."""
+FEED_FORWARD_LAYERS = {"moe", "mlp"}
+"""Transformers' types of layers that are a feed-forward network alone."""
 WITHOUT_KEYS = "dummy"
-"""Transformers' type of a layer without keys and values: it uses another layer's, or it has no attention."""
+"""Transformers' type of a layer without keys and values: it uses another layer's, or is a feed-forward network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
         raise UnsupportedModel(
             "some layers keep no keys and values of their own and do not read those of an earlier layer of their kind"
         )
-    other = sorted(set(own) - ATTENTION_LAYERS - RECURRENT_LAYERS)
+    other = sorted(set(own) - ATTENTION_LAYERS - RECURRENT_LAYERS - FEED_FORWARD_LAYERS)
     if other:
         raise UnsupportedModel(
             f"layers of type {', '.join(other)} keep a state of which a chunk's part cannot be cut out and moved; full "
@@ -126,9 +129,9 @@ def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     )
 
 
-def recurrent_layers(config: PreTrainedConfig) -> list[int]:
-    """Return the layers that keep a state instead of keys and values."""
-    return [index for index, (kind, _) in enumerate(_layers(config)) if kind in RECURRENT_LAYERS]
+def layers_of(config: PreTrainedConfig, kinds: Set[str]) -> list[int]:
+    """Return the layers of some types."""
+    return [index for index, (kind, _) in enumerate(_layers(config)) if kind in kinds]
 
 
 def shared_layer(config: PreTrainedConfig, layer: int, own: int) -> int:
@@ -141,6 +144,8 @@ def _layers(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     kinds, settings = get_layer_types_and_kwargs(config)
     # Before transformers 5.19 all layers share one setting; before 5.23 the list lacks last layers that keep nothing.
     settings_per_layer = settings if isinstance(settings, list) else [settings] * len(kinds)
+    own = getattr(config, "layer_types", None) or kinds
+    kinds = [name if name in FEED_FORWARD_LAYERS else kind for name, kind in zip(own, kinds, strict=False)]
     layers = list(zip(kinds, settings_per_layer, strict=True))
     return layers + [(WITHOUT_KEYS, {})] * (int(config.num_hidden_layers) - len(layers))
 

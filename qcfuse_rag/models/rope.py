@@ -127,11 +127,11 @@ PROBE_POSITIONS = (0, 1, 37, 911)
 
 @torch.inference_mode()
 def measure_rope(
-    model: PreTrainedModel, max_position: int, recurrent: Mapping[int, KVShape] | None = None
+    model: PreTrainedModel, max_position: int, others: Mapping[int, KVShape] | None = None
 ) -> tuple[tuple[LayerRope, ...], tuple[KVShape, ...]]:
     """Measure each layer's rotation and cache shape by running one token at four positions up to `max_position`.
 
-    Layers that read another layer's keys and values have neither; `recurrent` layers have no rotation.
+    Layers that read another layer's keys and values have neither; `others`, whose shapes are given, have no rotation.
 
     Raises:
         UnsupportedModel: if another layer keeps no keys, moves them by anything but a known rotation, or moves values.
@@ -145,18 +145,18 @@ def measure_rope(
     positions = torch.tensor([min(p, max_position) for p in PROBE_POSITIONS], device=device)
     token = model.get_input_embeddings().num_embeddings // 2
     ids = torch.full((len(positions), 1), token, device=device)
-    recurrent, n_layers = recurrent or {}, len(sliding_windows(model.config.get_text_config()))
-    kv = Cache(layers=[LinearAttentionLayer() if index in recurrent else DynamicLayer() for index in range(n_layers)])
+    others, n_layers = others or {}, len(sliding_windows(model.config.get_text_config()))
+    kv = Cache(layers=[LinearAttentionLayer() if index in others else DynamicLayer() for index in range(n_layers)])
     model.get_decoder()(input_ids=ids, position_ids=positions[:, None], use_cache=True, **{cache_argument(): kv})
 
-    if any(not layer.is_initialized for index, layer in enumerate(kv.layers) if index not in recurrent):
+    if any(not layer.is_initialized for index, layer in enumerate(kv.layers) if index not in others):
         raise UnsupportedModel(f"{len(kv.layers)} of {n_layers} layers keep keys and values of their own")
     candidates = [LayerRope(None), *_candidates(model)]
     ropes, shapes = [], []
     for index, layer in enumerate(kv.layers):
-        if index in recurrent:
+        if index in others:
             ropes.append(LayerRope(None))
-            shapes.append(recurrent[index])
+            shapes.append(others[index])
             continue
         keys = layer.keys[:, :, 0].transpose(0, 1)  # [Hkv, 4, D], one row per position
         values = layer.values[:, :, 0]

@@ -12,9 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.compatibility import (
+    FEED_FORWARD_LAYERS,
+    RECURRENT_LAYERS,
     ContextWindow,
+    layers_of,
     measure_windows,
-    recurrent_layers,
     refuse_mismatched_tokenizer,
     refuse_unsupported,
     stock_attention_name,
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
     from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
 
+
+NOTHING = KVShape(1, 1, 1)
+"""What a layer that is a feed-forward network alone stores of a token: two zeros, so that layers keep their numbers."""
 
 _LINKING = threading.Lock()  # `cached_property` has none since Python 3.12
 
@@ -69,7 +74,11 @@ class LanguageModel:
 
     def empty_buffer(self, capacity: int, *, batch: int = 1, pool: BufferPool | None = None) -> KVBuffer:
         """Allocate a buffer for `batch` sequences of `capacity` tokens; see `KVBuffer.allocate`."""
-        return KVBuffer.allocate(self.shapes, capacity, dtype=self.dtype, device=self.device, batch=batch, pool=pool)
+        buffer = KVBuffer.allocate(self.shapes, capacity, dtype=self.dtype, device=self.device, batch=batch, pool=pool)
+        for layer, shape in enumerate(self.shapes):
+            if shape is NOTHING:
+                buffer.keys[layer].zero_(), buffer.values[layer].zero_()
+        return buffer
 
     @classmethod
     def load(
@@ -107,9 +116,11 @@ class LanguageModel:
             model = merge_adapters(model)
         context_window = refuse_unsupported(model)
         refuse_mismatched_tokenizer(model, tokenizer)
-        recurrent = measure_recurrence(model, recurrent_layers(model.config.get_text_config()))
+        config = model.config.get_text_config()
+        recurrent = measure_recurrence(model, layers_of(config, RECURRENT_LAYERS))
+        feed_forward = dict.fromkeys(layers_of(config, FEED_FORWARD_LAYERS), NOTHING)
         stored = {index: layer.shape for index, layer in recurrent.items()}
-        ropes, shapes = measure_rope(model, context_window.tokens - 1, stored)
+        ropes, shapes = measure_rope(model, context_window.tokens - 1, stored | feed_forward)
         sliding = measure_windows(model)
         dispatch.register()
         model.set_attn_implementation(dispatch.ATTENTION_NAME)
@@ -139,7 +150,8 @@ class LanguageModel:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with keys and values."""
-        return tuple(index for index in range(self.n_layers) if index not in self.recurrent)
+        others = {layer for layer, shape in enumerate(self.shapes) if shape is NOTHING or layer in self.recurrent}
+        return tuple(layer for layer in range(self.n_layers) if layer not in others)
 
     @property
     def device(self) -> torch.device:

@@ -156,7 +156,8 @@ def naive_concatenation(lm: LanguageModel, segments: Sequence[Tensor]) -> Tensor
 
 
 def _caches(lm: LanguageModel) -> Cache:
-    return Cache(layers=[LinearAttentionLayer() if n in lm.recurrent else DynamicLayer() for n in range(lm.n_layers)])
+    attention = lm.attention_layers
+    return Cache(layers=[DynamicLayer() if n in attention else LinearAttentionLayer() for n in range(lm.n_layers)])
 
 
 @contextmanager

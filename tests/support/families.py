@@ -144,6 +144,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 32,
         },
     ),
+    "nemotron-mamba-2": (
+        "nemotron_h",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "mlp"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
     "jamba-mamba": (
         "jamba",
         {**TWO_EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},

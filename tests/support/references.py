@@ -32,7 +32,8 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 def empty_cache(lm: LanguageModel) -> Cache:
     """Return transformers' cache for a model's attention layers; recurrent ones compute without, see `over_table`."""
-    return Cache(layers=[LinearAttentionLayer() if n in lm.recurrent else DynamicLayer() for n in range(lm.n_layers)])
+    attention = lm.attention_layers
+    return Cache(layers=[DynamicLayer() if n in attention else LinearAttentionLayer() for n in range(lm.n_layers)])
 
 
 @contextmanager
@@ -71,9 +72,10 @@ def over_table(lm: LanguageModel, before: list[Tensor], rows: list[int]) -> Iter
 
 def table_of(lm: LanguageModel, cache: Cache, read: dict[int, Tensor]) -> Table:
     """Return what a pass has left of each layer."""
-    return [
-        (read[n], read[n]) if n in lm.recurrent else (layer.keys, layer.values) for n, layer in enumerate(cache.layers)
-    ]
+    table = dict.fromkeys(range(lm.n_layers), (torch.zeros(1, 1, cache.get_seq_length(), 1),) * 2)
+    table |= {layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in lm.attention_layers}
+    table |= {layer: (hidden, hidden) for layer, hidden in read.items()}
+    return [*table.values()]
 
 
 @torch.inference_mode()
