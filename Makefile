@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt integrations/*/pyproject.toml
 demo: setup
 	$(BIN)/qcfuse demo $(ARGS)
 
-# Before a commit: 3,400 tests on two families that differ in most.
+# Before a commit: some 3,500 tests on two families that differ in most.
 # ARGS="tests/store -x" and others are passed on.
 test: setup
 	$(PYTEST) -m "not slow and not real and not interpreter and not stress" --families=llama,gpt-oss-sinks $(ARGS)
