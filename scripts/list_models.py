@@ -27,7 +27,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.models.compatibility import refuse_unsupported
+from qcfuse_rag.models.compatibility import refuse_unsupported, refusing_errors
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.verification.exactness import check_exact
 
@@ -35,7 +35,8 @@ VOCABULARY, LAYERS = 256, 4
 NAMES = {
     VOCABULARY: "vocab_size vocab_size_per_layer_input",
     LAYERS: "num_hidden_layers num_layers n_layer n_layers num_attention_heads num_heads n_head n_heads",
-    1: "n_group topk_group first_k_dense_replace",
+    0: "pad_token_id",
+    1: "n_group topk_group first_k_dense_replace n_shared_experts bos_token_id",
     2: "num_key_value_heads num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok moe_k "
     "num_kv_shared_layers",
     16: "head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim q_lora_rank kv_lora_rank hidden_size_per_layer_input",
@@ -47,6 +48,7 @@ NAMES = {
 """Small sizes, and what configurations call them."""
 SMALL = {name: size for size, names in NAMES.items() for name in names.split()} | {"initializer_range": 0.15}
 FILLED = {"num_key_value_heads", "head_dim", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"}
+FILLED |= {"n_shared_experts", "pad_token_id", "bos_token_id"}
 """Sizes that a model may need although its default configuration has None."""
 
 
@@ -68,7 +70,8 @@ def small_sizes(config: PreTrainedConfig) -> dict[str, Any]:
 
 def small_model(model_type: str) -> PreTrainedModel:
     """Draw a small model and run it on a few tokens."""
-    config = CONFIG_MAPPING[model_type](**small_sizes(CONFIG_MAPPING[model_type]()), pad_token_id=0, bos_token_id=1)
+    sizes = small_sizes(CONFIG_MAPPING[model_type]()) | {"pad_token_id": 0, "bos_token_id": 1}
+    config = CONFIG_MAPPING[model_type](**sizes)
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -88,8 +91,9 @@ def verdict(model_type: str, tokenizer: PreTrainedTokenizerFast) -> tuple[str, s
     if model is None:
         return "unknown", unknown
     try:
-        refuse_unsupported(model)
         if unknown:
+            with refusing_errors(model):
+                refuse_unsupported(model)
             return "unknown", unknown
         check_exact(LanguageModel.wrap(model, tokenizer))
     except UnsupportedModel as refusal:

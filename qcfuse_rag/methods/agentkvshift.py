@@ -67,7 +67,7 @@ class MeanShiftPass(LayerHook):
         self._stored = [stored_rows(buffer, layer, chunk.recomputed) for chunk in self.chunks]
         return rows
 
-    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer) -> None:
         """Shift the tokens that are not recomputed, before any row attends to them."""
         if layer == 0:
             return

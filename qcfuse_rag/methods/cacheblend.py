@@ -71,7 +71,7 @@ class GradualFilterPass(LayerHook):
         self._stored = stored_rows(buffer, layer, rows)
         return rows
 
-    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer) -> None:
         """Measure the deviation of this layer's fresh keys and values from the stored ones."""
         assert self._stored is not None
         self._deviations = deviation(stored_rows(buffer, layer, rows), self._stored, self.measure)

@@ -144,7 +144,7 @@ class RelayRecomputePass(LayerHook):
             dropped &= ~torch.isin(rows, self.chosen)
         return rows[~dropped]
 
-    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer) -> None:
         """Restore the stored keys and values below `start`; measure the deviation at `detect`."""
         if layer > self.layers.detect or self._stored is None:
             return

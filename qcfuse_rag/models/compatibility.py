@@ -6,7 +6,8 @@ window gives different hidden states with another window.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,12 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from qcfuse_rag.errors import UnsupportedModel
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv"}
 """Transformers' types of layers whose state is that of `models.recurrence`, whatever computes it."""
 FEED_FORWARD_LAYERS = {"moe", "mlp"}
 """Transformers' types of layers that are a feed-forward network alone."""
+SCALED_QUERIES = "beyond this length queries are scaled by their position"
 WITHOUT_KEYS = "dummy"
 """Transformers' type of a layer without keys and values: it uses another layer's, or is a feed-forward network."""
 
@@ -58,8 +60,8 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
     other = sorted(set(own) - ATTENTION_LAYERS - RECURRENT_LAYERS - FEED_FORWARD_LAYERS)
     if other:
         raise UnsupportedModel(
-            f"layers of type {', '.join(other)} keep a state of which a chunk's part cannot be cut out and moved; full "
-            "and sliding attention, linear attention and short convolutions are supported"
+            f"layers of type {', '.join(other)} keep a state of which a chunk's part cannot be cut out and moved; "
+            "full, sliding, chunked and linear attention and short convolutions are supported"
         )
     if not set(own) & ATTENTION_LAYERS:
         raise UnsupportedModel("no layer has attention, by which tokens to recompute are chosen")
@@ -67,20 +69,53 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
         raise UnsupportedModel("tokens attend to later tokens, so a chunk's keys depend on what follows it")
     if not getattr(model, "_supports_attention_backend", False) and not set(own) & RECURRENT_LAYERS:
         raise UnsupportedModel(f"{type(model).__name__} does not accept attention functions from outside")
-    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
+    layers = getattr(decoder_of(model), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
         raise UnsupportedModel(f"{type(model).__name__} does not keep its layers in a list named `layers`")
+    if len(layers) != len(kinds):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has {len(layers)} layers with {len(kinds)} attentions; passes act between layers, "
+            "each of which must have one"
+        )
+    return min(_limits(config, own), key=lambda window: window.tokens)
+
+
+@contextmanager
+def refusing_errors(model: PreTrainedModel) -> Iterator[None]:
+    """Turn an error of a model's own code into a refusal; a lack of memory stays one."""
+    try:
+        yield
+    except (UnsupportedModel, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} fails as it is measured: {type(error).__name__}: {error}"
+        ) from error
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the module with the layers; transformers' `get_decoder` returns Llama4ForCausalLM itself."""
+    decoder: nn.Module = model.get_decoder()
+    return getattr(decoder, "model", decoder) if decoder is model else decoder
+
+
+def _limits(config: PreTrainedConfig, kinds: list[str]) -> Iterator[ContextWindow]:
     limit = int(config.max_position_embeddings)
+    yield ContextWindow(limit, "the model's own limit")
+    if "chunked_attention" in kinds:
+        yield ContextWindow(int(config.attention_chunk_size), "beyond this length layers see only the last chunk of it")
+    if getattr(config, "attn_temperature_tuning", False):
+        yield ContextWindow(int(config.floor_scale) - 1, SCALED_QUERIES)
     if _rope_parameter(config, "llama_4_scaling_beta"):
         original = _rope_parameter(config, "original_max_position_embeddings")
-        return ContextWindow(int(original or limit), "beyond this length queries are scaled by their position")
+        yield ContextWindow(int(original or limit), SCALED_QUERIES)
     for kind in {str(parameters.get("rope_type")) for parameters in _rope_parameters(config)}:
         if kind == "dynamic":
             raise UnsupportedModel("dynamic RoPE changes its frequencies with the prompt's length; set another type")
         if kind == "longrope":
             outside = getattr(config, "original_max_position_embeddings", limit)
             original = _rope_parameter(config, "original_max_position_embeddings") or outside
-            return ContextWindow(int(original), "longrope changes its frequencies beyond this length")
-    return ContextWindow(limit, "the model's own limit")
+            yield ContextWindow(int(original), "longrope changes its frequencies beyond this length")
 
 
 def _sharding(model: PreTrainedModel) -> str | None:
@@ -182,7 +217,7 @@ def measure_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
     ids = (7 + 31 * torch.arange(n_tokens, device=embeddings.weight.device)) % embeddings.num_embeddings
 
     def hidden() -> Tensor:
-        state: Tensor = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state
+        state: Tensor = decoder_of(model)(input_ids=ids[None], use_cache=False).last_hidden_state
         return state.float()
 
     window, attention = config.sliding_window, config._attn_implementation
@@ -197,7 +232,7 @@ def measure_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
     noise = (again - first).abs().max()
     if (narrow - first).abs().max() > 2 * noise:
         return windows
-    if any(getattr(module, "sliding_window", None) for module in model.get_decoder().modules()):
+    if any(getattr(module, "sliding_window", None) for module in decoder_of(model).modules()):
         raise UnsupportedModel(
             f"whether {type(model).__name__} attends in a window of {window:,} tokens cannot be told: its layers have "
             "one, but another window in the configuration changes nothing"

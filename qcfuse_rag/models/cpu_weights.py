@@ -25,6 +25,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
+from qcfuse_rag.models.compatibility import decoder_of
 from qcfuse_rag.models.quantized_weights import plain_linears
 from qcfuse_rag.models.result_cache import CachedResult
 
@@ -127,7 +128,7 @@ def pack_float16(model: PreTrainedModel) -> None:
     """
     if not multiplies_float16_weights():
         raise QCFuseError("float16 weights need torch's FBGEMM, on an x86 processor with AVX2; use weights='model'")
-    layers = model.get_decoder().get_submodule("layers")
+    layers = decoder_of(model).get_submodule("layers")
     linears = plain_linears(layers)
     for name, weight in layers.named_parameters():
         if weight.dtype != torch.float32 or float(weight.detach().abs().max()) > torch.finfo(torch.float16).max:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
+from qcfuse_rag.models.compatibility import decoder_of
 
 
 def _int8(linear: nn.Linear, device: torch.device) -> nn.Module:
@@ -86,7 +87,7 @@ def quantize_weights(model: PreTrainedModel, weights: str, device: torch.device)
         UnsupportedModel: if the decoder has matrices that are no plain linear layers, such as experts.
     """
     chosen = FORMATS[weights]
-    layers = model.get_decoder().get_submodule("layers")
+    layers = decoder_of(model).get_submodule("layers")
     for name, module in plain_linears(layers).items():
         parent, _, child = name.rpartition(".")
         try:

@@ -57,11 +57,16 @@ class LayerRope:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The shape of one layer's cache: number of heads, and key and value channels per head."""
+    """The shape of one layer's cache: number of heads, and key and value channels per head.
+
+    If `latent`, the keys are the rotary part that all heads share, and the values the latents from which the layer
+    computes the rest of the keys, and the values (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+    """
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    latent: bool = False
 
 
 def angles(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +144,7 @@ def measure_rope(
     from transformers import Cache
     from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-    from qcfuse_rag.models.compatibility import sliding_windows
+    from qcfuse_rag.models.compatibility import decoder_of, sliding_windows
 
     device = model.get_input_embeddings().weight.device
     positions = torch.tensor([min(p, max_position) for p in PROBE_POSITIONS], device=device)
@@ -147,26 +152,28 @@ def measure_rope(
     ids = torch.full((len(positions), 1), token, device=device)
     others, n_layers = others or {}, len(sliding_windows(model.config.get_text_config()))
     kv = Cache(layers=[LinearAttentionLayer() if index in others else DynamicLayer() for index in range(n_layers)])
-    model.get_decoder()(input_ids=ids, position_ids=positions[:, None], use_cache=True, **{cache_argument(): kv})
+    decoder_of(model)(input_ids=ids, position_ids=positions[:, None], use_cache=True, **{cache_argument(): kv})
 
     if any(not layer.is_initialized for index, layer in enumerate(kv.layers) if index not in others):
         raise UnsupportedModel(f"{len(kv.layers)} of {n_layers} layers keep keys and values of their own")
     candidates = [LayerRope(None), *_candidates(model)]
+    latent = {module.layer_idx for module in decoder_of(model).modules() if hasattr(module, "expand_kv")}
     ropes, shapes = [], []
     for index, layer in enumerate(kv.layers):
         if index in others:
             ropes.append(LayerRope(None))
             shapes.append(others[index])
             continue
-        keys = layer.keys[:, :, 0].transpose(0, 1)  # [Hkv, 4, D], one row per position
-        values = layer.values[:, :, 0]
-        if float((values - values[:1]).abs().max()) > _tolerance(keys) * float(values.abs().max()):
+        keys, values = (side[:, :, 0].transpose(0, 1) for side in (layer.keys, layer.values))  # [Hkv, 4, D]
+        if index in latent:
+            keys, values = values, keys
+        if float((values - values[:, :1]).abs().max()) > _tolerance(keys) * float(values.abs().max()):
             raise UnsupportedModel(
-                f"the values of layer {index} depend on the token's position, as with learned positions or latent "
-                "attention, so they cannot be placed anywhere else; take a model with rotary positions"
+                f"the values of layer {index} depend on the token's position, as with learned positions, so they "
+                "cannot be placed anywhere else; take a model with rotary positions"
             )
         ropes.append(_match(keys, positions, candidates, index))
-        shapes.append(KVShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
+        shapes.append(KVShape(keys.shape[0], keys.shape[2], values.shape[2], index in latent))
     return tuple(ropes), tuple(shapes)
 
 

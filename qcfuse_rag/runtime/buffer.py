@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +49,7 @@ class KVBuffer:
             leaves them as they were stored.
         states: of recurrent layers, whose inputs stand in the place of keys and values, see `models.recurrence`. A pass
             leaves the state behind its last row, and begins with it if its own first row comes no earlier.
+        latent: the layers that hold rotary keys and latents; see `KVShape`.
     """
 
     keys: tuple[Tensor, ...]
@@ -57,6 +57,7 @@ class KVBuffer:
     wait_for_layer: Callable[[int], None] | None = None
     residuals: ResidualSpread | None = None
     states: States = field(default_factory=dict)
+    latent: frozenset[int] = frozenset()
 
     @classmethod
     def allocate(
@@ -84,7 +85,8 @@ class KVBuffer:
             lengths = [math.prod(size) for size in sizes]
             parts = torch.split(pool.allocate(sum(lengths) * dtype.itemsize).view(dtype), lengths)
             tensors = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
-        return cls(tuple(tensors[::2]), tuple(tensors[1::2]))
+        latent = frozenset(index for index, shape in enumerate(shapes) if shape.latent)
+        return cls(tuple(tensors[::2]), tuple(tensors[1::2]), latent=latent)
 
     @property
     def capacity(self) -> int:
@@ -106,7 +108,19 @@ class KVBuffer:
             wait_for_layer = None if wait is None else partial(wait, layer)
             visible = None if plan.visible is None or layer >= len(plan.visible) else plan.visible_at(layer)
             states = self.states if len(keys) == 1 else None
-            layers.append(RowsLayer(keys, values, at, plan.length, wait_for_layer, before_write, visible, states))
+            layers.append(
+                RowsLayer(
+                    keys,
+                    values,
+                    at,
+                    plan.length,
+                    wait_for_layer,
+                    before_write,
+                    visible,
+                    states,
+                    latent=layer in self.latent,
+                )
+            )
         return Cache(layers=layers)
 
 
@@ -127,21 +141,23 @@ class RowsLayer(PlannedLayer):
         before_write: Callable[[Tensor, Tensor], Callable[[], None]] | None = None,
         visible: Tensor | None = None,
         states: States | None = None,
+        *,
+        latent: bool = False,
     ) -> None:
-        super().__init__(length, keys.shape[2])
+        super().__init__(length, keys.shape[2], latent=latent)
         self.wait_for_layer, self.before_write = wait_for_layer, before_write
         self.visible, self.states = visible, states
         self.keys, self.values, self.at = keys, values, at
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write `[B, Hkv, R, D]` fresh keys and values to their rows; return `[B, Hkv, length, D]` views."""
         assert self.keys is not None
         assert self.values is not None
         if self.wait_for_layer is not None:  # stored chunks are placed first, because rows overwrite parts of them
             self.wait_for_layer()
         after_write = None if self.before_write is None else self.before_write(self.keys, self.values)
-        self.keys[:, :, self.at] = key_states
-        self.values[:, :, self.at] = value_states
+        self.keys[:, :, self.at] = keys
+        self.values[:, :, self.at] = values
         if after_write is not None:
             after_write()
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from qcfuse_rag.models.compatibility import decoder_of
 from qcfuse_rag.models.rope import cache_argument
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import to_device
@@ -38,7 +39,7 @@ def forward_rows(
     """
     model: nn.Module = lm.fused_model
     if hooked_pass is not None:
-        model = model_view(model, lm.fused_model.get_decoder(), hooked_pass)
+        model = model_view(model, decoder_of(lm.fused_model), hooked_pass)
     logits = model(**model_inputs(ids, plan, buffer), logits_to_keep=1).logits
     return logits[0, -1].float()  # type: ignore[no-any-return]
 
@@ -69,7 +70,7 @@ def forward_hidden(
 
     The ids are `[R]`, or `[B, R]` of the same rows of B sequences, as many as the buffer has.
     """
-    decoder = lm.fused_model.get_decoder()
+    decoder = decoder_of(lm.fused_model)
     if hooked_pass is not None or depth < lm.n_layers or lm.n_sharing:
         decoder = decoder_view(decoder, depth, hooked_pass)
     decoder(**model_inputs(ids, plan, buffer))
@@ -118,7 +119,7 @@ def forward_step(
     """
     rows = to_device(torch.tensor(positions), lm.device)[:, None]
     plan: StepPlan | TablePlan = StepPlan(buffers, rows, tuple(positions), lm.sliding)
-    if not lm.recurrent and kernels_available(lm.device, lm.dtype, lm.widest_head):
+    if not (lm.recurrent or lm.has_latents) and kernels_available(lm.device, lm.dtype, lm.widest_head):
         plan = TablePlan(rows, KVTable.of(buffers, lm.shapes, max(positions) + 1), lm.sliding)
     return forward_plan(lm.fused_model, to_device(torch.tensor(tokens), lm.device), plan)
 

@@ -19,6 +19,7 @@ from qcfuse_rag.models.compatibility import (
     measure_windows,
     refuse_mismatched_tokenizer,
     refuse_unsupported,
+    refusing_errors,
     stock_attention_name,
 )
 from qcfuse_rag.models.cpu_weights import has_float16_weights, multiplies_bfloat16
@@ -114,14 +115,15 @@ class LanguageModel:
             from qcfuse_rag.models.adapters import merge_adapters
 
             model = merge_adapters(model)
-        context_window = refuse_unsupported(model)
-        refuse_mismatched_tokenizer(model, tokenizer)
-        config = model.config.get_text_config()
-        recurrent = measure_recurrence(model, layers_of(config, RECURRENT_LAYERS))
-        feed_forward = dict.fromkeys(layers_of(config, FEED_FORWARD_LAYERS), NOTHING)
-        stored = {index: layer.shape for index, layer in recurrent.items()}
-        ropes, shapes = measure_rope(model, context_window.tokens - 1, stored | feed_forward)
-        sliding = measure_windows(model)
+        with refusing_errors(model):
+            context_window = refuse_unsupported(model)
+            refuse_mismatched_tokenizer(model, tokenizer)
+            config = model.config.get_text_config()
+            recurrent = measure_recurrence(model, layers_of(config, RECURRENT_LAYERS))
+            feed_forward = dict.fromkeys(layers_of(config, FEED_FORWARD_LAYERS), NOTHING)
+            stored = {index: layer.shape for index, layer in recurrent.items()}
+            ropes, shapes = measure_rope(model, context_window.tokens - 1, stored | feed_forward)
+            sliding = measure_windows(model)
         dispatch.register()
         model.set_attn_implementation(dispatch.ATTENTION_NAME)
         return cls(
@@ -152,6 +154,11 @@ class LanguageModel:
         """The layers with keys and values."""
         others = {layer for layer, shape in enumerate(self.shapes) if shape is NOTHING or layer in self.recurrent}
         return tuple(layer for layer in range(self.n_layers) if layer not in others)
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether layers keep latents, which no kernel expands: decode steps are computed by torch."""
+        return any(shape.latent for shape in self.shapes)
 
     @property
     def device(self) -> torch.device:

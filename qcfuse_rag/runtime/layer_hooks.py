@@ -6,6 +6,7 @@ dropped from the hidden states and from the layer's arguments.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ class LayerHook:
         """
         return rows
 
-    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer) -> None:
         """Act after a layer's `[R]` rows are written to the buffer and before any row attends to them.
 
-        The queries `[1, Hq, R, D]` and the buffer's keys are rotated. Positions that are not rows may be changed.
+        The buffer's keys are rotated. Positions that are not rows may be changed.
         """
 
     def on_attention(self, layer: int, rows: Tensor, query: Tensor, key: Tensor, params: AttentionParams) -> None:
@@ -79,7 +80,8 @@ class HookedPass:
                 kwargs[name] = _select(value, initial_indices)
         if own:  # models differ in the name of the cache's argument
             cache = next(value for value in (*kwargs.values(), *args) if isinstance(value, Cache))
-            cache.layers[layer].at = self.plan.at
+            written = partial(self._hook.after_write, layer, self.plan.rows, self._buffer)
+            cache.layers[layer].at, cache.layers[layer].written = self.plan.at, written
         kwargs["fusion"] = self.plan
         return inner(hidden, *args, **kwargs)
 
@@ -103,10 +105,9 @@ class HookedPass:
 
     def _with_rows(self, rows: Tensor) -> RowsPlan:
         # The closure must not hold `self`, which holds the plan: the cycle would keep the buffer until it is collected.
-        initial, hook, buffer = self._initial_plan, self._hook, self._buffer
+        initial, hook = self._initial_plan, self._hook
 
         def observe(layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
-            hook.after_write(layer, rows, buffer, query)
             hook.on_attention(layer, rows, query, key, params)
             if initial.observe is not None:
                 initial.observe(layer, query, key, params)

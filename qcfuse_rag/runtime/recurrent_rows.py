@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from qcfuse_rag.models.compatibility import decoder_of
 from qcfuse_rag.models.recurrence import MixerCall, RecurrentLayer
 from qcfuse_rag.runtime.buffer import RowsLayer
 from qcfuse_rag.runtime.model_views import ModuleProxy, with_module
@@ -29,7 +30,7 @@ def recurrent_view(model: PreTrainedModel, layers: Mapping[int, RecurrentLayer])
     """Return a view of a model whose recurrent layers compute rows over a buffer; it shares the weights."""
     view: nn.Module = model
     for index, layer in layers.items():
-        mixer = model.get_decoder().get_submodule(layer.mixer)
+        mixer = decoder_of(model).get_submodule(layer.mixer)
         view = with_module(view, RecurrentRows(mixer, layer, index), instead=mixer)
     return view
 
@@ -59,7 +60,7 @@ class RecurrentRows(ModuleProxy):
         shape = self._layer.shape
         padded = F.pad(used, (0, 2 * shape.kv_heads * shape.key_dim - used.shape[-1]))
         keys, values = padded.view(*padded.shape[:2], 2, shape.kv_heads, shape.key_dim).permute(2, 0, 3, 1, 4)
-        stored.update(keys, values)
+        stored.write(keys, values)
         sequences = stored.sequences()
         outputs = []
         for index, sequence in enumerate(sequences):

@@ -200,30 +200,40 @@ class StoredSequence:
 class PlannedLayer(CacheLayerMixin, ABC):  # type: ignore[misc]
     """A transformers cache layer over buffers that exist before the pass; subclasses write fresh keys and values.
 
-    A pass may read `length` keys of the `capacity` that the buffer holds.
+    A pass may read `length` keys of the `capacity` that the buffer holds. Latent attention has latents in the place of
+    keys, and rotary keys in that of values; a buffer has them the other way round, see `KVShape`. `written` is called
+    when an attention layer's rows are written, before they attend.
     """
 
     is_sliding = False
 
-    def __init__(self, length: int, capacity: int) -> None:
+    def __init__(self, length: int, capacity: int, *, latent: bool = False) -> None:
         super().__init__()
-        self.length, self.capacity = length, capacity
+        self.length, self.capacity, self.latent = length, capacity, latent
+        self.written: Callable[[], None] | None = None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the buffers exist."""
 
-    @abstractmethod
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write fresh keys and values `[B, Hkv, R, D]`; return the keys and values that attention reads."""
+        keys, values = self.write(value_states, key_states) if self.latent else self.write(key_states, value_states)
+        if self.written is not None:
+            self.written()
+        return (values, keys) if self.latent else (keys, values)
+
+    @abstractmethod
+    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write fresh keys and values `[B, Hkv, R, D]` to the buffers; return those that attention reads."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys and the position of the first."""
         return self.length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of keys up to the pass's last row."""
-        return self.length
+        """Return 0, the position of the first key: a model that counts its rows from here scales no query (Llama 4)."""
+        return 0
 
     def get_max_length(self) -> int:
         """Return the capacity."""
@@ -295,15 +305,15 @@ class OwnBuffersLayer(PlannedLayer):
         length: int,
         capacity: int,
     ) -> None:
-        super().__init__(length, capacity)
+        super().__init__(length, capacity, latent=layer in buffers[0].latent)
         self.buffers, self.places, self.layer = buffers, places, layer
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write `[B, Hkv, R, D]` fresh keys and values to the buffers; return them unchanged."""
         for index, (buffer, place) in enumerate(zip(self.buffers, self.places, strict=True)):
-            buffer.keys[self.layer][0, :, place] = key_states[index]
-            buffer.values[self.layer][0, :, place] = value_states[index]
-        return key_states, value_states
+            buffer.keys[self.layer][0, :, place] = keys[index]
+            buffer.values[self.layer][0, :, place] = values[index]
+        return keys, values
 
     def sequences(self) -> list[StoredSequence]:
         """Return the sequence of each request."""

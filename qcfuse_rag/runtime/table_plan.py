@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from transformers import Cache
@@ -43,9 +42,9 @@ class TableLayer(PlannedLayer):
         super().__init__(plan.table.longest, plan.table.longest)
         self.plan, self.layer = plan, layer
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write `[B, Hkv, R, D]` fresh keys and values to the buffers; return them unchanged."""
         from qcfuse_rag.runtime.kernels.table_attention import append_rows
 
-        append_rows(key_states, value_states, self.plan.table, self.layer, self.plan.rows)
-        return key_states, value_states
+        append_rows(keys, values, self.plan.table, self.layer, self.plan.rows)
+        return keys, values

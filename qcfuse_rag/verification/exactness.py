@@ -23,6 +23,7 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.models.compatibility import decoder_of
 from qcfuse_rag.models.recurrence import MixerCall
 from qcfuse_rag.models.result_cache import CachedResult
 from qcfuse_rag.models.rope import cache_argument
@@ -141,7 +142,7 @@ def naive_concatenation(lm: LanguageModel, segments: Sequence[Tensor]) -> Tensor
         alone = _caches(lm)
         positions = torch.arange(start, start + len(ids), device=ids.device)[None]
         with _behind(lm, earlier, joined=False):
-            lm.model.get_decoder()(
+            decoder_of(lm.model)(
                 input_ids=ids[None], position_ids=positions, use_cache=True, **{cache_argument(): alone}
             )
         for index in lm.attention_layers:
@@ -174,7 +175,7 @@ def _behind(lm: LanguageModel, earlier: dict[str, list[Tensor]], *, joined: bool
 
     with ExitStack() as hooks:
         for name in earlier:
-            mixer = lm.model.get_decoder().get_submodule(name)
+            mixer = decoder_of(lm.model).get_submodule(name)
             hook = mixer.register_forward_pre_hook(
                 lambda _, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
             )
@@ -202,7 +203,7 @@ def _rounding_error(lm: LanguageModel, ids: Sequence[int], plain: Tensor) -> flo
 
     Its layers are converted one at a time, so that a large model fits.
     """
-    view = model_view(lm.model, lm.model.get_decoder(), _Float32Layers())
+    view = model_view(lm.model, decoder_of(lm.model), _Float32Layers())
     inputs = {"input_ids": torch.tensor([ids], device=lm.device)}
     try:
         with stock_attention(lm):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    LongcatFlashConfig,
     Mamba2Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -30,7 +31,7 @@ from qcfuse_rag.runtime.attention.dispatch import rows_attention
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.verification.exactness import check_exact
 from tests.runtime.test_attention import Layer
-from tests.support.families import SIZES, YARN, build_model, build_nested_model
+from tests.support.families import LATENT, SIZES, YARN, build_model, build_nested_model
 
 
 def changed(**fields: object) -> PreTrainedModel:
@@ -140,6 +141,31 @@ def test_a_model_is_held_to_the_length_below_which_its_rope_stays(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "tokens", "reason"),
+    [
+        ({"attention_chunk_size": 64, "floor_scale": 65}, 64, "layers see only the last chunk"),
+        ({"attention_chunk_size": 64, "floor_scale": 64}, 63, "queries are scaled"),
+        ({"attention_chunk_size": 64, "floor_scale": 32, "attn_temperature_tuning": False}, 64, "the last chunk"),
+        ({"attention_chunk_size": 8192, "floor_scale": 8192}, 512, "the model's own limit"),
+    ],
+)
+@torch.inference_mode()
+def test_a_model_of_chunks_is_held_to_one_in_which_it_scales_no_query(
+    sizes: dict[str, Any], tokens: int, reason: str
+) -> None:
+    model = build_model("llama4-chunked", **sizes)
+    window = refuse_unsupported(model)
+    assert (window.tokens, reason in window.reason) == (tokens, True)
+    if tokens == 512:
+        return
+    ids = torch.arange(5, 5 + tokens + 2)[None]
+    whole = build_model("llama4-chunked", attention_chunk_size=512, floor_scale=512)
+    differences = (model(ids).logits - whole(ids).logits).abs().amax(-1)[0]
+    assert float(differences[:tokens].max()) <= 1e-4
+    assert float(differences[tokens]) > 1e-2, "what the reason says is what the model does"
+
+
+@pytest.mark.parametrize(
     ("family", "obeyed"),
     [
         ("llama-idle-window", False),
@@ -171,6 +197,35 @@ def test_a_model_that_can_see_shares_keys_too(tokenizer: PreTrainedTokenizerFast
     lm = LanguageModel.wrap(build_nested_model("gemma4-shared-keys"), tokenizer)
     assert lm.n_sharing == 3
     assert check_exact(lm).passed
+
+
+def test_layers_that_attend_twice_are_refused() -> None:
+    experts = {"expert_ffn_hidden_size": 16, "n_routed_experts": 2, "zero_expert_num": 1, "moe_topk": 1}
+    model = AutoModelForCausalLM.from_config(LongcatFlashConfig(**{**SIZES, **LATENT, **experts, "num_layers": 2}))
+    with pytest.raises(UnsupportedModel, match="LongcatFlashForCausalLM has 2 layers with 4 attentions"):
+        refuse_unsupported(model)
+
+
+@pytest.mark.parametrize(
+    ("raised", "becomes"),
+    [
+        (AttributeError("no such thing"), UnsupportedModel),
+        (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError),
+    ],
+    ids=["any error", "out of memory"],
+)
+def test_an_error_of_the_models_own_code_is_a_refusal(
+    raised: Exception, becomes: type[Exception], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model("llama")
+
+    def forward(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(model.model.layers[2], "forward", forward)
+    message = "LlamaForCausalLM fails as it is measured: AttributeError: no such thing|^no memory$"
+    with pytest.raises(becomes, match=message):
+        LanguageModel.wrap(model, tokenizer)
 
 
 def test_layers_that_lose_what_they_are_called_with_are_refused(llama: LanguageModel) -> None:

@@ -73,6 +73,9 @@ def test_half_precision_is_rotated_in_float32_and_rounded_once() -> None:
         ("cohere2-interleaved", ["interleaved, 16 channels", "no position"] * 2),
         ("phi3-partial-rotary", ["half-split, 8 channels"] * 4),
         ("smollm3-nope", ["half-split, 16 channels", "no position"] * 2),
+        ("deepseek2-latent", ["interleaved, 8 channels"] * 4),
+        ("deepseek3-latent", ["half-split, 8 channels"] * 4),
+        ("llama4-chunked", ["interleaved, 16 channels", "no position"] * 2),
     ],
 )
 def test_each_layers_rotation_is_found(family: str, expected: list[str]) -> None:

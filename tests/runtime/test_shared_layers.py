@@ -63,8 +63,8 @@ class Seen(LayerHook):
         self.calls.append(("rows", layer, len(rows)))
         return rows[1:]
 
-    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
-        self.calls.append(("written", layer, query.shape[2]))
+    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer) -> None:
+        self.calls.append(("written", layer, len(rows)))
 
     def on_attention(self, layer: int, rows: Tensor, query: Tensor, key: Tensor, params: AttentionParams) -> None:
         self.calls.append(("seen", layer, len(rows)))

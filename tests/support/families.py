@@ -58,6 +58,24 @@ GATED_DELTA = {
 }
 MAMBA_2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 TWO_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 16,
+}
+"""Of each size another one, so that a mistaken one shows."""
+EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -123,6 +141,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n-shared-keys": (
         "gemma3n_text",
         {**PER_LAYER, "altup_num_inputs": 2, "laurel_rank": 8},
+    ),
+    "deepseek2-latent": ("deepseek_v2", {**LATENT, **EXPERTS, "q_lora_rank": None, "first_k_dense_replace": 2}),
+    "deepseek3-latent": ("deepseek_v3", {**LATENT, **EXPERTS, "first_k_dense_replace": 2, "rope_parameters": YARN}),
+    "glm4-moe-lite-latent": ("glm4_moe_lite", {**LATENT, **EXPERTS}),
+    "minicpm3-latent": ("minicpm3", LATENT),
+    "youtu-latent": ("youtu", LATENT),
+    "axk1-latent": ("axk1", {**LATENT, **EXPERTS}),
+    "llama4-chunked": (
+        "llama4_text",
+        {
+            "attention_chunk_size": 448,
+            "floor_scale": 480,
+            "no_rope_layers": [1, 0, 1, 0],
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 2,
+        },
     ),
     "gemma4-shared-keys": ("gemma4_text", {**PER_LAYER, "global_head_dim": 32, "use_double_wide_mlp": True}),
     "qwen3.5-gated-delta": ("qwen3_5_text", GATED_DELTA),

@@ -73,9 +73,15 @@ def over_table(lm: LanguageModel, before: list[Tensor], rows: list[int]) -> Iter
 def table_of(lm: LanguageModel, cache: Cache, read: dict[int, Tensor]) -> Table:
     """Return what a pass has left of each layer."""
     table = dict.fromkeys(range(lm.n_layers), (torch.zeros(1, 1, cache.get_seq_length(), 1),) * 2)
-    table |= {layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in lm.attention_layers}
+    for n in lm.attention_layers:
+        table[n] = in_order(lm.shapes[n].latent, cache.layers[n].keys, cache.layers[n].values)
     table |= {layer: (hidden, hidden) for layer, hidden in read.items()}
     return [*table.values()]
+
+
+def in_order(latent: bool, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two sides of a cache as a buffer has them, or the other way round: latent attention swaps them."""
+    return (values, keys) if latent else (keys, values)
 
 
 @torch.inference_mode()
@@ -149,7 +155,8 @@ def sequential_fusion(lm: LanguageModel, ids: tuple[int, ...], rows: list[int], 
         for row in rows:
             cache = empty_cache(lm)
             for layer in lm.attention_layers:
-                cache.update(*(side[:, :, :row] for side in table[layer]), layer)
+                sides = (side[:, :, :row] for side in table[layer])
+                cache.update(*in_order(lm.shapes[layer].latent, *sides), layer)
             with over_table(lm, [keys for keys, _ in table], [row]) as read:
                 out = lm.model(
                     input_ids=torch.tensor([[ids[row]]], device=lm.device),
@@ -279,7 +286,9 @@ def whole_forward(lm: LanguageModel, ids: tuple[int, ...], table: Table, kept: l
     A position that shows what was stored from some layer on might as well not have been computed there: nobody sees it.
     `kept` are these positions of each layer.
     """
-    cache = Cache(layers=[StoredPositions(stored, own) for stored, own in zip(table, kept, strict=True)])
+    latent = [shape.latent for shape in lm.shapes]
+    stored = [in_order(swapped, *sides) for swapped, sides in zip(latent, table, strict=True)]
+    cache = Cache(layers=[StoredPositions(sides, own) for sides, own in zip(stored, kept, strict=True)])
     lm.model.set_attn_implementation("eager")
     try:
         out = lm.model(
@@ -288,8 +297,8 @@ def whole_forward(lm: LanguageModel, ids: tuple[int, ...], table: Table, kept: l
     finally:
         lm.model.set_attn_implementation(ATTENTION_NAME)
     attention = torch.cat(list(out.attentions))
-    fresh = [layer.fresh for layer in cache.layers]
-    return Whole(out.logits[0, -1], attention, fresh, [(layer.keys, layer.values) for layer in cache.layers])
+    fresh = [in_order(swapped, *layer.fresh) for swapped, layer in zip(latent, cache.layers, strict=True)]
+    return Whole(out.logits[0, -1], attention, fresh, table_of(lm, cache, {}))
 
 
 def eager_attention(lm: LanguageModel, ids: tuple[int, ...]) -> Tensor:

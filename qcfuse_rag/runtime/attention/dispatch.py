@@ -8,7 +8,7 @@ dense: it goes to flash-attn 3 on a Hopper GPU if that is installed, else to tor
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.models.compatibility import shared_layer
+from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import explicit_attention, seen_keys
 from qcfuse_rag.runtime.rows import AttentionParams, BatchPlan, RowBlock, RowsPlan, StepPlan
@@ -207,13 +208,13 @@ def rows_attention(
         options: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "s_aux": s_aux}
         outputs = []
         for index, (plan, buffer) in enumerate(zip(fusion.plans, fusion.buffers, strict=True)):
-            keys, values = (side[layer][:, :, : plan.length] for side in (buffer.keys, buffer.values))
+            keys, values = _in_buffer(module, buffer, layer, 0, plan.length)
             own = query[index : index + 1]
             outputs.append(rows_attention(module, own, keys, values, None, scaling, fusion=plan, **options)[0])
         return torch.cat(outputs), None
     params = AttentionParams(scaling, softcap, window, s_aux)
     if isinstance(fusion, StepPlan):
-        return _step_attention(query, fusion, layer, params), None
+        return _step_attention(module, query, fusion, layer, params), None
     if fusion.observe is not None and not shares:
         fusion.observe(layer, query, key, params)
     if isinstance(fusion, TablePlan):
@@ -244,14 +245,21 @@ def _is_plain(params: AttentionParams) -> bool:
     return params.softcap is None and params.sinks is None
 
 
-def _step_attention(query: Tensor, plan: StepPlan, layer: int, params: AttentionParams) -> Tensor:
+def _in_buffer(module: nn.Module, buffer: KVBuffer, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Return the `[1, Hkv, T, D]` keys and values of some positions; latent attention expands what the buffer holds."""
+    keys, values = (side[layer][:, :, start:stop] for side in (buffer.keys, buffer.values))
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(module, "expand_kv", None)
+    return (keys, values) if expand is None else expand(values, keys)
+
+
+def _step_attention(module: nn.Module, query: Tensor, plan: StepPlan, layer: int, params: AttentionParams) -> Tensor:
     """Attend with one row of each request to the keys in its buffer; return `[B, 1, Hq, Dv]`."""
     outputs = []
     for index, (buffer, position) in enumerate(zip(plan.buffers, plan.positions, strict=True)):
         stop = position + 1
         start = 0 if params.window is None else max(0, stop - params.window)
         row_query = query[index : index + 1]
-        key, value = (side[layer][:, :, start:stop] for side in (buffer.keys, buffer.values))
+        key, value = _in_buffer(module, buffer, layer, start, stop)
         block = RowBlock(0, 1, start, stop, mask=None, causal=False)
         if _is_plain(params):
             out = _fast_attention(row_query, key, value, block, params.scaling)

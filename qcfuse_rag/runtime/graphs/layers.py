@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from qcfuse_rag.models.compatibility import decoder_of
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import planned_inputs
 from qcfuse_rag.runtime.graphs.recorder import GraphRecorder, SamplePrompt, recording_refusal
@@ -82,7 +83,7 @@ class LayerGraphs:
         self._plan = TablePlan(rows, request.table, lm.sliding, partial(_save_query, snapshots, memory))
         recording = _LayerRecording(recorder, memory, snapshots)
         inputs = planned_inputs(torch.zeros_like(rows), rows, self._plan.cache(), self._plan)
-        decoder_view(lm.fused_model.get_decoder(), lm.n_layers, recording)(**inputs)
+        decoder_view(decoder_of(lm.fused_model), lm.n_layers, recording)(**inputs)
         self._layers, self._hidden = recording.layers, recording.hidden
 
     def run(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, depth: int | None = None) -> Tensor:
@@ -235,7 +236,7 @@ def record_layers(
         return {}, dict.fromkeys(rows, "some layers read the keys and values of another")
     graphs: dict[int, LayerGraphs] = {}
     request = RebindableKVTable(lm.empty_buffer(1), lm.shapes, 1, lm.context_window.tokens)
-    views = ViewCache(lm.fused_model, lm.fused_model.get_decoder())
+    views = ViewCache(lm.fused_model, decoder_of(lm.fused_model))
     memory: dict[object, Tensor] = {}
     refusals: dict[int, str] = {}
     # The largest number first: the others use a part of its memory.

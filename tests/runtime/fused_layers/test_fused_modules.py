@@ -22,9 +22,14 @@ from qcfuse_rag.runtime.fused_layers.fused_modules import FewRowProduct, FusedGa
 IDS = torch.tensor([[5, 9, 200, 3, 77]], device=DEVICE)
 LAYERS = 4
 EVERYTHING = {"norms": 2 * LAYERS + 1, "gates": LAYERS, "rotations": LAYERS}
+LATENT = ("deepseek3-latent", "glm4-moe-lite-latent", "minicpm3-latent", "youtu-latent")
 FOUND = {
     "afmoe": {**EVERYTHING, "norms": 6 * LAYERS + 1},
     "cohere2-interleaved": {"gates": LAYERS},
+    "axk1-latent": {**EVERYTHING, "norms": 5 * LAYERS},
+    "deepseek2-latent": {"norms": 3 * LAYERS + 1, "gates": LAYERS},
+    **{family: {**EVERYTHING, "norms": 4 * LAYERS + 1} for family in LATENT},
+    "llama4-chunked": {"norms": 2 * LAYERS + 1},
     "gemma2-softcap": {**EVERYTHING, "norms": 4 * LAYERS + 1},
     "gemma3-two-ropes": {**EVERYTHING, "norms": 6 * LAYERS + 1},
     "gemma3n-shared-keys": {"norms": 62, "gates": 7},
@@ -46,8 +51,8 @@ FOUND = {
 """Where it is not everything: other norms, interleaved or no gates, a rotation of neighbouring channels."""
 
 
-WITHOUT_PROJECTIONS = {"gpt-neox", "phi3-partial-rotary"}
-"""Models with one matrix for queries, keys and values."""
+WITHOUT_PROJECTIONS = {"gpt-neox", "phi3-partial-rotary", "axk1-latent", "deepseek2-latent", *LATENT}
+"""Models with one matrix for queries, keys and values, or with latents."""
 WITHOUT_OUTPUT = {"gpt-neox", "lfm2-convolution"}
 """Models that name an attention's last product otherwise."""
 
