@@ -8,14 +8,15 @@ import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from qcfuse_rag.cli.plan import SHAPES
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.models.cpu_weights import Float16Linear
+from qcfuse_rag.models.cpu_weights import Float16Linear, PackedLinear
 from qcfuse_rag.models.fingerprint import plain_parts
 from qcfuse_rag.models.quantized_weights import FORMATS, quantize_weights
 from qcfuse_rag.runtime.device import finish, timed
+from qcfuse_rag.runtime.fused_layers.fused_modules import view_of
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 WINDOW = 1 << 17
@@ -37,6 +38,21 @@ def random_model(
     model.generation_config.eos_token_id = None  # so that answers have the length asked for
     quantized = quantize_weights(model, weights, target) if weights in FORMATS else "model"
     return LanguageModel.wrap(model.eval(), _byte_tokenizer(), name=f"{shape}, random weights", weight_format=quantized)
+
+
+def stock_model(lm: LanguageModel) -> PreTrainedModel:
+    """Return a view of the model whose linear layers are transformers' own, with copies of weights that are packed."""
+    view = _unpacked(lm.model)
+    assert isinstance(view, PreTrainedModel)
+    return view
+
+
+def _unpacked(module: nn.Module) -> nn.Module:
+    if not isinstance(module, PackedLinear):
+        return view_of(module, {name: child and _unpacked(child) for name, child in module._modules.items()})
+    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    linear.weight, linear.bias = nn.Parameter(module.weight, requires_grad=False), module.bias
+    return linear
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -85,6 +101,8 @@ def _held_bytes(module: nn.Module) -> int:
     """Count the bytes of a module's own weights as they are held, without scales that are no buffers."""
     if isinstance(module, Float16Linear):
         return 2 * module.in_features * module.out_features
+    if isinstance(module, PackedLinear):
+        return module.weight.nbytes
     temporary = module._non_persistent_buffers_set
     saved = [x for name, x in module.named_buffers(recurse=False) if name not in temporary]
     own = [*module.parameters(recurse=False), *saved]

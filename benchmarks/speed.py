@@ -23,7 +23,7 @@ from transformers import Cache, DynamicCache, StaticCache
 from typer import Option
 
 from benchmarks.configurations import FULL, Configuration, configurations, split_names
-from benchmarks.floors import random_model, row_operations, seconds, step_bytes
+from benchmarks.floors import random_model, row_operations, seconds, step_bytes, stock_model
 from benchmarks.options import Methods, ModelOptions, Ratios, Repeats, counts, shares
 from benchmarks.runner import Key, Record, Report, Run, Table, about_model, machine_conditions
 from qcfuse_rag.cli.plan import measure_ceilings
@@ -191,11 +191,11 @@ def _prefills(
     run: Run,
 ) -> None:
     lm, context = runners[0].lm, sum(len(span) for span in prompt.chunks)
-    ids = torch.tensor([prompt.ids], device=lm.device)
+    ids, model = torch.tensor([prompt.ids], device=lm.device), stock_model(lm)
 
     def stock() -> Record:
         with stock_attention(lm):
-            generate = partial(lm.model.generate, ids, max_new_tokens=1, do_sample=False)
+            generate = partial(model.generate, ids, max_new_tokens=1, do_sample=False)
             return {"ttft_s": seconds(lm, lambda: generate(attention_mask=torch.ones_like(ids)))}
 
     def fused(runner: ModelRunner, chosen: Configuration) -> Record:
@@ -427,10 +427,11 @@ def stock_steps(
     The dynamic cache is the default of its `generate`. It grows with every step, so a backend that plans for each
     length is slow; the static cache has room for `STEPS` steps and keeps its shape.
     """
-    config, ids = lm.model.config.get_text_config(), torch.tensor([[token]], device=lm.device)
+    model, ids = stock_model(lm), torch.tensor([[token]], device=lm.device)
+    config = model.config.get_text_config()
 
     def step(cache: Cache) -> torch.Tensor:
-        logits: torch.Tensor = lm.model(
+        logits: torch.Tensor = model(
             input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(): cache}
         ).logits
         return logits

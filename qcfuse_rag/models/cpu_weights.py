@@ -18,10 +18,11 @@ import timeit
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
@@ -37,6 +38,8 @@ CHOICES = ("bfloat16", "float16", "float32")
 CHANNELS, WIDER = 2048, 8192
 """Channels before and behind the measured products: 64 MB of float32, more than most caches hold."""
 PASS_ROWS, STEPS = 256, 64  # rows of a fused prefill, and decode steps behind it
+PACKED_ROWS = 64
+"""Rows that oneDNN packs weights for; other numbers of rows are multiplied as fast."""
 WORTH = 0.8
 """A choice other than float32 takes at most this share of float32's time."""
 SAMPLES = 5
@@ -78,17 +81,11 @@ def multiplies_float16_weights() -> bool:
 
 @torch.inference_mode()
 def answer_seconds(name: str) -> float:
-    """Measure a linear layer over the rows of a prefill and over those of the steps behind it; return the seconds.
-
-    A single row of bfloat16 is multiplied as a vector (`runtime.fused_layers.fused_modules`).
-    """
+    """Measure a linear layer over the rows of a prefill and over those of the steps behind it; return the seconds."""
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-    weight, rows = torch.randn(WIDER, CHANNELS, dtype=dtype), torch.randn(PASS_ROWS, CHANNELS, dtype=dtype)
-    if name == "float16":
-        packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
-        product = torch.ops.quantized.linear_dynamic_fp16
-        return _fastest(product, rows, packed) + STEPS * _fastest(product, rows[:1], packed)
-    return _fastest(linear, rows, weight) + STEPS * _fastest(torch.mv, weight, rows[0])
+    linear, rows = nn.Linear(CHANNELS, WIDER, bias=False, dtype=dtype), torch.randn(PASS_ROWS, CHANNELS, dtype=dtype)
+    layer = Float16Linear(linear) if name == "float16" else PackedLinear(linear)
+    return _fastest(layer, rows) + STEPS * _fastest(layer, rows[:1])
 
 
 def _fastest(product: Callable[..., Tensor], *operands: object) -> float:
@@ -103,6 +100,48 @@ def processor_name() -> str:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose weights lie in the order in which oneDNN reads them.
+
+    torch's own product sorts them each time, which for a few bfloat16 rows takes as long as the product itself.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_ROWS)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weights in the usual order, a copy."""
+        return self._packed.to_dense()  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[.., in]` to `[.., out]`; gradients and other dtypes take the usual order."""
+        if x.requires_grad or x.dtype != self._packed.dtype:
+            return functional.linear(x, self.weight.to(x.dtype), self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Replace a model's plain linear layers by `PackedLinear`, one at a time, where oneDNN multiplies their dtype.
+
+    An output layer that shares the embeddings' weights gets a copy of them.
+    """
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not has_onednn or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return
+    dtypes = {torch.float32, torch.bfloat16} if multiplies_bfloat16() else {torch.float32}
+    for name, module in list(model.named_modules()):
+        # torchao's weights are of another type, and say that they are float32 or bfloat16.
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.dtype in dtypes:
+            model.set_submodule(name, PackedLinear(module))
 
 
 class Float16Linear(nn.Module):
@@ -134,8 +173,7 @@ def pack_float16(model: PreTrainedModel) -> None:
         if weight.dtype != torch.float32 or float(weight.detach().abs().max()) > torch.finfo(torch.float16).max:
             raise UnsupportedModel(f"layers.{name} does not fit float16; load the model with weights='model'")
     for name, module in linears.items():
-        parent, _, child = name.rpartition(".")
-        setattr(layers.get_submodule(parent), child, Float16Linear(module))
+        layers.set_submodule(name, Float16Linear(module))
     output = model.get_output_embeddings()
     if type(output) is nn.Linear:
         model.set_output_embeddings(Float16Linear(output))

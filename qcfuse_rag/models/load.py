@@ -37,7 +37,7 @@ from transformers import (
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
-from qcfuse_rag.models.cpu_weights import fastest_cpu_format, pack_float16
+from qcfuse_rag.models.cpu_weights import fastest_cpu_format, pack_float16, pack_linears
 from qcfuse_rag.models.fingerprint import hash_weights
 from qcfuse_rag.models.quantized_weights import quantize_weights
 from qcfuse_rag.models.result_cache import FileState, hash_once
@@ -271,8 +271,10 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
         except UnsupportedModel as error:
             if weights == "float16":
                 raise
-            LOG.info("weights stay as they are: %s", error)
+            LOG.info("weights are not rounded: %s", error)
     weight_format = quantize_weights(model, weights, torch.device(device)) if quantized else "model"
+    if on_cpu:
+        pack_linears(model)
     return LoadedModel(model, tokenizer, weights_hash, weight_format)
 
 

@@ -22,14 +22,14 @@ from qcfuse_rag.models.compatibility import (
     refusing_errors,
     stock_attention_name,
 )
-from qcfuse_rag.models.cpu_weights import has_float16_weights, multiplies_bfloat16
+from qcfuse_rag.models.cpu_weights import has_float16_weights
 from qcfuse_rag.models.fingerprint import Fingerprint, fingerprint_model
 from qcfuse_rag.models.load import load_model
 from qcfuse_rag.models.recurrence import RecurrentLayer, measure_recurrence
 from qcfuse_rag.models.rope import KVShape, LayerRope, measure_rope
 from qcfuse_rag.runtime.attention import dispatch
 from qcfuse_rag.runtime.buffer import BufferPool, KVBuffer
-from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view, single_row_view
+from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.recurrent_rows import recurrent_view
 
@@ -200,14 +200,11 @@ class LanguageModel:
 
     @cached_property
     def fused_model(self) -> PreTrainedModel:
-        """A view of the model with faster parts, which all passes run; the model itself if it has none.
+        """A view of the model with the same weights, which all passes run; the model itself if nothing changes.
 
-        Where kernels are used, norms, rotations and gates are fused. On CPUs that multiply bfloat16 numbers, single
-        rows are multiplied as vectors. The view shares the model's weights.
+        Recurrent layers compute rows over a buffer; where kernels are used, norms, rotations and gates are fused.
         """
         model = recurrent_view(self.model, self.recurrent)
-        if self.device.type == "cpu" and self.dtype == torch.bfloat16 and multiplies_bfloat16():
-            return single_row_view(model)
         if not kernels_available(self.device, self.dtype, self.widest_head):
             return model
         return fused_view(model)

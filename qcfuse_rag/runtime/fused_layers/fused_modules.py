@@ -11,7 +11,7 @@ import logging
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -333,36 +333,3 @@ def _near(found: Tensor, expected: Tensor) -> bool:
 
 def _listed(found: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else list(found)
-
-
-Module = TypeVar("Module", bound=nn.Module)
-
-
-class SingleRowProduct(OneInput):
-    """View of a linear layer on a CPU that multiplies a single bfloat16 row as a vector; other rows go to the layer.
-
-    torch's product of two bfloat16 matrices rearranges the weights first, which for a single row takes as long again as
-    reading them; its product with a vector does not.
-    """
-
-    def compute(self, given: Tensor) -> Any:
-        """Return what the layer returns, with sums in another order."""
-        linear: Any = self.inner
-        if given.numel() != linear.in_features:
-            return linear(given)
-        row, weight, bias = given.reshape(-1), linear.weight, linear.bias
-        out = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
-        return out.view(*given.shape[:-1], -1)
-
-
-def single_row_view(module: Module) -> Module:
-    """Return a view of a module in which linear layers in bfloat16 are `SingleRowProduct`; it shares the weights."""
-    parts = {name: child and _part(child) for name, child in module._modules.items()}
-    return view_of(module, parts)  # type: ignore[return-value]
-
-
-def _part(module: nn.Module) -> nn.Module:
-    if is_product(module):
-        plain = type(module.weight) is nn.Parameter  # torchao's formats say that they are bfloat16, too
-        return SingleRowProduct(module) if plain and module.weight.dtype == torch.bfloat16 else module
-    return single_row_view(module) if module._modules else module
