@@ -116,7 +116,7 @@ def run_demo(config: EngineConfig, options: DemoOptions, *, as_json: bool) -> No
     with ExitStack() as stack:
         folder = options.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qcfuse-demo-")))
         with status("loading the model and checking it against its own code"):
-            # prefix_bytes=0, or the second side would reuse what the first one computed
+            # prefix_bytes=0, or a question would take the beginning of the one before
             weights = config.weights or "model"
             own = replace(config, weights=weights, store=str(folder / "kv"), compiled=False, prefix_bytes=0)
             engine = stack.enter_context(FusionEngine.load(own))

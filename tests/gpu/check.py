@@ -259,15 +259,6 @@ def checkpoints(check: Check) -> dict[str, Any]:
     }
 
 
-def healing(check: Check) -> dict[str, Any]:
-    """Time rows that are healed beside a step."""
-    from tests.gpu.serving_check import healing_times
-
-    runner = check.runner.with_store(MemoryStore(UNLIMITED, pinned=True))
-    runner.decodes.compile((1,))
-    return {"milliseconds by healed rows": healing_times(runner, 10240)}
-
-
 def healing_real(check: Check) -> dict[str, Any]:
     """Count the answers of `fast` and `exact` that are full prefill's."""
     from tests.gpu.serving_check import healed_answers
@@ -349,7 +340,6 @@ STEPS = (
     Step(recorded_real, 40),
     Step(engine, 45),
     Step(recorded, 30),
-    Step(healing, 20),
     Step(arrivals, 60),
     Step(speed, 130),
     Step(loading, 80),

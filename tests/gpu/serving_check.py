@@ -1,4 +1,4 @@
-"""Measure on a GPU what requests cost each other: rows healed beside a step, and requests that arrive one by one."""
+"""Measure on a GPU how many answers are full prefill's, and requests that arrive one by one."""
 
 from __future__ import annotations
 
@@ -12,40 +12,14 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from benchmarks.floors import seconds
 from benchmarks.speed import fill, random_prompt
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.engine.scheduler import RequestHandle, Scheduler
-from qcfuse_rag.fusion.healing import Healing
-from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import UNLIMITED
 
 FUSED = make_method("auto", ratio=0.05).unguarded
-CHUNK, STEPS = 512, 12
-HEALED_ROWS = (0, 64, 128, 256)
-
-
-@torch.inference_mode()
-def healing_times(runner: ModelRunner, context: int) -> dict[str, float]:
-    """Time a decode step alone and with rows healed in its pass: milliseconds by number of rows."""
-    lm = runner.lm
-    prompt = random_prompt(lm, context, CHUNK, torch.Generator().manual_seed(3))
-    fill(lm, [runner.store], prompt, [FUSED])
-    found: dict[str, float] = {}
-    for rows in HEALED_ROWS:
-        prefilled = fuse_prompt(runner, prompt, FUSED, answer_tokens=STEPS + 1)
-        healing, answer, times = Healing(runner, prefilled), [int(prefilled.logits.argmax())], []
-        for _ in range(STEPS):
-            if rows:
-                times.append(seconds(lm, lambda: healing.step(answer, rows)))  # noqa: B023
-            else:
-                position = len(prompt) + len(answer) - 1
-                times.append(seconds(lm, lambda: runner.decodes([answer[-1]], [position], [healing.buffer])))  # noqa: B023
-            answer.append(answer[-1])
-        found[str(rows)] = 1000 * median(times[2:])
-    return found
+CHUNK = 512
 
 
 def healed_answers(
