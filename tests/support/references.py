@@ -122,6 +122,7 @@ def _alone_at(lm: LanguageModel, ids: tuple[int, ...], start: int, before: tuple
     return [(keys[:, :, len(before) :], values[:, :, len(before) :]) for keys, values in table]
 
 
+@torch.inference_mode()
 def stored_table(lm: LanguageModel, prompt: Prompt, base: Base | Callable[[Span], tuple[int, ...]]) -> Table:
     """Assemble every segment of a prompt by the model's own forward, at its place.
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 from langchain_qcfuse import ChatQCFuse, QCFuseVectorStore
 from langchain_qcfuse.middleware import QCFuseMiddleware
-from qcfuse_rag import MemoryStore, QCFuseError
+from qcfuse_rag import MemoryStore
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.thinking import thinking_model
@@ -226,8 +226,3 @@ def test_free_text_is_streamed_though_tools_are_offered(chat: ChatQCFuse) -> Non
     expected = chat.bind_tools([LOOK_UP]).invoke(QUESTION, max_tokens=24)
     assert "".join(str(chunk.content) for chunk in chunks) == expected.content
     assert len(chunks) > 4
-
-
-def test_choosing_a_tool_that_was_not_given(chat: ChatQCFuse) -> None:
-    with pytest.raises(QCFuseError, match="not among the given tools"):
-        chat.bind_tools([LOOK_UP], tool_choice="sink").invoke(QUESTION)
