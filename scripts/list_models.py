@@ -36,9 +36,9 @@ NAMES = {
     VOCABULARY: "vocab_size vocab_size_per_layer_input",
     LAYERS: "num_hidden_layers num_layers n_layer n_layers num_attention_heads num_heads n_head n_heads",
     0: "pad_token_id",
-    1: "n_group topk_group first_k_dense_replace n_shared_experts bos_token_id",
+    1: "n_group topk_group first_k_dense_replace n_shared_experts bos_token_id num_expert_group attn_layer_offset",
     2: "num_key_value_heads num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok moe_k "
-    "num_kv_shared_layers",
+    "num_experts_per_token num_kv_shared_layers attn_layer_period mamba_n_heads",
     16: "head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim q_lora_rank kv_lora_rank hidden_size_per_layer_input",
     24: "sliding_window",
     64: "hidden_size n_embd d_model intermediate_size ffn_dim n_inner moe_intermediate_size "
@@ -47,6 +47,7 @@ NAMES = {
 }
 """Small sizes, and what configurations call them."""
 SMALL = {name: size for size, names in NAMES.items() for name in names.split()} | {"initializer_range": 0.15}
+HYBRID = ["linear_attention", "full_attention"]
 FILLED = {"num_key_value_heads", "head_dim", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"}
 FILLED |= {"n_shared_experts", "pad_token_id", "bos_token_id"}
 """Sizes that a model may need although its default configuration has None."""
@@ -62,8 +63,13 @@ def small_sizes(config: PreTrainedConfig) -> dict[str, Any]:
     }
     if "qk_rope_head_dim" in plain:  # latent attention has as many heads of keys as of queries
         sizes["num_key_value_heads"] = LAYERS
-    if plain.get("layer_types"):
-        sizes["layer_types"] = ([*dict.fromkeys(plain["layer_types"])] * LAYERS)[:LAYERS]
+    if "conv_L_cache" in plain:
+        sizes["layer_types"] = ["conv", "full_attention"] * 2
+    elif plain.get("layer_types"):
+        kinds = [*dict.fromkeys(plain["layer_types"])]
+        sizes["layer_types"] = ((kinds if kinds != ["linear_attention"] else HYBRID) * LAYERS)[:LAYERS]
+    if "attn_layer_indices" in plain:
+        sizes["attn_layer_indices"] = [1, 3]
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     return sizes | {name: small_sizes(part) for name, part in parts.items() if isinstance(part, PreTrainedConfig)}
 

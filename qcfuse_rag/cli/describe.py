@@ -93,6 +93,7 @@ def check_model(config: EngineConfig) -> dict[str, Any]:
         "layers": lm.n_layers + lm.n_sharing,
         "stored_layers": lm.n_layers,
         "recurrent_layers": len(lm.recurrent),
+        "latent_layers": sum(shape.latent for shape in lm.shapes),
         "dtype": lm.fingerprint.dtype,
         "weight_format": lm.weight_format,
         "rope": sorted({rope.describe() for rope in lm.ropes}),
@@ -121,6 +122,8 @@ def print_model_check(report: Mapping[str, Any]) -> None:
         layers += f", of which {stored} are stored and the others read theirs"
     if recurrent := report["recurrent_layers"]:
         layers += f", of which {recurrent} are recurrent: stored are the inputs of their recurrences"
+    if latent := report["latent_layers"]:
+        layers += f", of which {latent} have latent attention: stored are latents and the rotary part of keys"
     OUT.print(f"[green]supported[/green]: {report['architecture']}, {layers}, {dtype}")
     if report["adapter_of"]:
         OUT.print(f"  adapter: merged into the weights of {report['adapter_of']}")
