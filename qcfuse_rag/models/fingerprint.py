@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import xxhash
 from torch import Tensor
 
 from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.models.recurrence import RecurrentLayer
 from qcfuse_rag.models.rope import LayerRope
 
 if TYPE_CHECKING:  # a store imports fingerprints and is opened without a model; transformers imports slowly
@@ -91,6 +92,7 @@ def fingerprint_model(
     ropes: tuple[LayerRope, ...],
     weights_hash: str | None = None,
     weight_format: str = "model",
+    recurrent: Collection[RecurrentLayer] = (),
 ) -> Fingerprint:
     """Hash a loaded model.
 
@@ -102,7 +104,7 @@ def fingerprint_model(
         weights=weights_hash or hash_weights(model),
         config=digest(_config_json(model.config.get_text_config().to_dict())),
         tokenizer=digest(tokenizer.backend_tokenizer.to_str().encode()),
-        rope=_hash_ropes(ropes),
+        rope=_hash_layout(ropes, recurrent),
         dtype=str(model.dtype).removeprefix("torch."),
         weight_format=weight_format,
     )
@@ -126,7 +128,8 @@ def _config_json(config: dict[str, Any]) -> bytes:
     return json.dumps(identity, sort_keys=True, default=str).encode()
 
 
-def _hash_ropes(ropes: tuple[LayerRope, ...]) -> str:
+def _hash_layout(ropes: tuple[LayerRope, ...], recurrent: Collection[RecurrentLayer]) -> str:
     tables = (b"none" if rope.inv_freq is None else rope.inv_freq.cpu().numpy().tobytes() for rope in ropes)
     parts = (digest(table + bytes([rope.interleaved])) for table, rope in zip(tables, ropes, strict=True))
-    return digest("".join(parts).encode())
+    stored = (digest(used.numpy().tobytes()) for layer in recurrent for used in layer.used)
+    return digest("".join((*parts, *stored)).encode())

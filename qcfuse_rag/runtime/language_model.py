@@ -118,6 +118,7 @@ class LanguageModel:
         with refusing_errors(model):
             context_window = refuse_unsupported(model)
             refuse_mismatched_tokenizer(model, tokenizer)
+            model.eval()
             config = model.config.get_text_config()
             recurrent = measure_recurrence(model, layers_of(config, RECURRENT_LAYERS))
             feed_forward = dict.fromkeys(layers_of(config, FEED_FORWARD_LAYERS), NOTHING)
@@ -127,7 +128,7 @@ class LanguageModel:
         dispatch.register()
         model.set_attn_implementation(dispatch.ATTENTION_NAME)
         return cls(
-            model=model.eval(),
+            model=model,
             tokenizer=tokenizer,
             name=name or str(model.config._name_or_path),
             ropes=ropes,
@@ -135,7 +136,7 @@ class LanguageModel:
             sliding=sliding,
             recurrent=recurrent,
             context_window=context_window,
-            fingerprint=fingerprint_model(model, tokenizer, ropes, weights_hash, weight_format),
+            fingerprint=fingerprint_model(model, tokenizer, ropes, weights_hash, weight_format, recurrent.values()),
             stock_attention=stock_attention_name(model),
         )
 

@@ -24,6 +24,8 @@ PER_ROW = ("position_ids", "position_embeddings", "cache_position", "per_layer_i
 class LayerHook:
     """Observes and changes one pass between its layers. Every pass gets a new hook; this one changes nothing.
 
+    Layers without attention are asked for their rows alone.
+
     Attributes:
         chosen: `[S]` int64 ascending, the reused tokens that count as recomputed, whatever layer they ended in; None
             for the tokens computed in the last layer.

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.models.fingerprint import fingerprint_model
 from qcfuse_rag.models.recurrence import measure_recurrence
 from tests.support.families import build_model
 
@@ -52,6 +53,14 @@ def test_shapes_are_even_halves_that_hold_all_channels(tokenizer: PreTrainedToke
         (64, 64)
     }
     assert 2 * 2 * 64 >= lm.recurrent[0].n_channels > 2 * 64
+
+
+def test_what_is_stored_is_part_of_the_fingerprint(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build_model("qwen3.5-gated-delta")
+    layers = measure_recurrence(model, [0, 2])
+    usual = fingerprint_model(model, tokenizer, (), recurrent=layers.values())
+    layers[2].used[1][0] = True
+    assert fingerprint_model(model, tokenizer, (), recurrent=layers.values()) != usual
 
 
 class Scaled(nn.Module):
