@@ -92,7 +92,7 @@ class RecurrentRows(ModuleProxy):
         """Return all tokens' products from `begin` on, 0 where nothing reads them, and the indices of the rows."""
         rows, seen = sequence.rows, torch.arange(begin, sequence.length, device=products[0].device)
         if sequence.visible is not None:
-            seen = torch.unique(torch.cat([sequence.visible[sequence.visible < sequence.length], rows]))
+            seen = sequence.visible[sequence.visible < sequence.length]
         inside = torch.searchsorted(seen, rows)
         sides = [side[:, :, seen].transpose(1, 2).flatten(2) for side in (sequence.keys, sequence.values)]
         stored = torch.split(torch.cat(sides, -1)[..., : sum(self._widths)], self._widths, -1)

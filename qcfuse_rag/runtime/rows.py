@@ -173,7 +173,7 @@ class StoredSequence:
         keys, values: `[B, H, capacity, D]`, stored inputs, see `models.recurrence`.
         at: the rows.
         length: number of tokens up to the last row.
-        visible: `[V]` int64 ascending positions that rows may see, or None for every position.
+        visible: `[V]` int64 ascending positions that rows may see, the rows among them, or None for every position.
         states: of the sequence, or None if states are not kept.
     """
 
