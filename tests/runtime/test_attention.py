@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from qcfuse_rag.runtime.attention import dispatch as rows_module
-from qcfuse_rag.runtime.attention.dispatch import row_blocks_of, rows_attention
+from qcfuse_rag.runtime.attention.dispatch import LONG_KEYS, row_blocks_of, rows_attention
 from qcfuse_rag.runtime.attention.scores import attention_weights
+from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.reference_attention import explicit_attention
-from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan, StepPlan
 
 
 class Layer(nn.Module):
@@ -80,6 +81,23 @@ def test_fast_attention_equals_step_by_step(
     expected = explicit_attention(query, key, value, plain_mask(at, length, None, window), AttentionParams(0.3))
     assert out.shape == (1, len(at), heads[0], 24)
     assert torch.allclose(out.transpose(1, 2).float(), expected.float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("length", [LONG_KEYS - 1, LONG_KEYS, LONG_KEYS + 1])
+@pytest.mark.parametrize("common", [0.0, 40.0])
+def test_one_row_over_many_keys_equals_step_by_step(length: int, common: float) -> None:
+    """Scores that all keys have in common, as with biases of keys, cost no accuracy."""
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(1, 6, 1, 16, generator=generator)
+    query[..., 0] = common
+    key, value = (torch.randn(1, 3, length + 5, 16, generator=generator) for _ in range(2))
+    key[..., 0] = common
+    query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
+    plan = StepPlan([KVBuffer((key,), (value,))], torch.tensor([[length - 1]]), (length - 1,), [None])
+    out, _ = rows_attention(Layer(), query, key, value, None, 0.3, fusion=plan)
+    read = key[:, :, :length], value[:, :, :length]
+    expected = explicit_attention(query, *read, None, AttentionParams(0.3)).float()
+    assert (out.transpose(1, 2).float() - expected).norm() < 0.01 * expected.norm()
 
 
 def test_visible_keys_are_the_only_ones_read() -> None:

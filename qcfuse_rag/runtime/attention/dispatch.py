@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.models.compatibility import shared_layer
+from qcfuse_rag.models.cpu_weights import multiplies_bfloat16
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import explicit_attention, seen_keys
@@ -32,6 +33,8 @@ from qcfuse_rag.runtime.rows import AttentionParams, BatchPlan, RowBlock, RowsPl
 from qcfuse_rag.runtime.table_plan import TablePlan
 
 ROWS_PER_BLOCK = 128
+LONG_KEYS, SAMPLED_KEYS = 1024, 16
+"""Bfloat16 keys from which on products attend faster with one row on a CPU; of so many keys one is scored before."""
 
 
 def row_blocks_of(plan: RowsPlan, layer: int, window: int | None) -> list[RowBlock]:
@@ -261,12 +264,27 @@ def _step_attention(module: nn.Module, query: Tensor, plan: StepPlan, layer: int
         row_query = query[index : index + 1]
         key, value = _in_buffer(module, buffer, layer, start, stop)
         block = RowBlock(0, 1, start, stop, mask=None, causal=False)
-        if _is_plain(params):
-            out = _fast_attention(row_query, key, value, block, params.scaling)
-        else:
+        if not _is_plain(params):
             out = explicit_attention(row_query, key, value, None, params)
+        elif stop - start >= LONG_KEYS and key.dtype == torch.bfloat16 and key.is_cpu and multiplies_bfloat16():
+            out = _attend_by_products(row_query, key, value, params.scaling)
+        else:
+            out = _fast_attention(row_query, key, value, block, params.scaling)
         outputs.append(out.transpose(1, 2))
     return torch.cat(outputs).contiguous()
+
+
+def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Attend with one row by oneDNN's products, which read bfloat16 keys faster than torch's fused attention.
+
+    Products are rounded to bfloat16, so a score near the largest is subtracted first: what matters is then near 0.
+    """
+    batch, heads, rows, _ = query.shape
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    queries = query.reshape(len(keys), -1, query.shape[-1]).mT.contiguous()
+    large = (keys[:, ::SAMPLED_KEYS] @ queries).amax(1, keepdim=True)
+    scores = torch.baddbmm(large, keys, queries, beta=-1).mT.float().mul_(scaling)
+    return (scores.softmax(-1).to(value.dtype) @ values).view(batch, heads, rows, -1)
 
 
 def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float) -> Tensor:
