@@ -94,7 +94,7 @@ def test_other_versions_hash_anew(folder: Path, hashed: list[str], monkeypatch: 
 def test_a_wrapped_model_is_always_hashed(folder: Path, hashed: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
     lm = LanguageModel.load(str(folder), device="cpu")
     with torch.no_grad():
-        lm.model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+        lm.model.model.layers[0].input_layernorm.weight[0] += 1
     assert lm.fingerprint.differences(LanguageModel.wrap(lm.model, tokenizer).fingerprint.fields()) == ["weights"]
 
 
