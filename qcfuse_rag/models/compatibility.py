@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.models.rope import decoder_of
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv"}
@@ -91,12 +92,6 @@ def refusing_errors(model: PreTrainedModel) -> Iterator[None]:
         raise UnsupportedModel(
             f"{type(model).__name__} fails as it is measured: {type(error).__name__}: {error}"
         ) from error
-
-
-def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Return the module with the layers; transformers' `get_decoder` returns Llama4ForCausalLM itself."""
-    decoder: nn.Module = model.get_decoder()
-    return getattr(decoder, "model", decoder) if decoder is model else decoder
 
 
 def _limits(config: PreTrainedConfig, kinds: list[str]) -> Iterator[ContextWindow]:

@@ -26,9 +26,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
-from qcfuse_rag.models.compatibility import decoder_of
 from qcfuse_rag.models.quantized_weights import plain_linears
 from qcfuse_rag.models.result_cache import CachedResult
+from qcfuse_rag.models.rope import decoder_of
 
 LOG = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
-from qcfuse_rag.models.compatibility import decoder_of
+from qcfuse_rag.models.rope import decoder_of
 
 
 def _int8(linear: nn.Linear, device: torch.device) -> nn.Module:

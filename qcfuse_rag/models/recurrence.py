@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.models.rope import KVShape, cache_argument
+from qcfuse_rag.models.rope import KVShape, cache_argument, decoder_of
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -101,10 +101,10 @@ def _mixer_calls(model: PreTrainedModel, layers: Sequence[int]) -> list[tuple[in
     """Return for each layer the name of the module that reads the cache, and its call in a pass over two tokens."""
     from transformers import DynamicCache
 
-    decoder, calls = model.get_decoder(), dict[int, tuple[int, str, MixerCall]]()
+    decoder, calls = decoder_of(model), dict[int, tuple[int, str, MixerCall]]()
     with ExitStack() as hooks:
         for layer in layers:
-            for child, module in decoder.layers[layer].named_children():
+            for child, module in decoder.get_submodule(f"layers.{layer}").named_children():
 
                 def note(_: nn.Module, args: Any, kwargs: Any, layer: int = layer, child: str = child) -> None:
                     if (args or "hidden_states" in kwargs) and (call := MixerCall.of(args, kwargs)).cache is not None:
@@ -121,7 +121,7 @@ def _mixer_calls(model: PreTrainedModel, layers: Sequence[int]) -> list[tuple[in
 
 def _measure(model: PreTrainedModel, layer: int, name: str, call: MixerCall) -> RecurrentLayer:
     """Run a mixer over random hidden states; find its linear layers, and the gradient of the last token's output."""
-    mixer = model.get_decoder().get_submodule(name)
+    mixer = decoder_of(model).get_submodule(name)
     hidden = torch.randn(1, TOKENS, call.hidden.shape[-1], generator=torch.Generator().manual_seed(layer))
     hidden = hidden.to(call.hidden.device, call.hidden.dtype)
     inputs, products = dict[str, Tensor](), list[tuple[str, Tensor, Tensor]]()

@@ -22,6 +22,7 @@ from torch import Tensor
 from qcfuse_rag.errors import UnsupportedModel
 
 if TYPE_CHECKING:  # a store imports this without a model; transformers imports slowly
+    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -29,6 +30,12 @@ if TYPE_CHECKING:  # a store imports this without a model; transformers imports 
 def cache_argument() -> str:
     """Return the name of the models' argument for keys and values; transformers 5.24 has renamed it."""
     return "cache" if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24) else "past_key_values"
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the module with the layers; transformers' `get_decoder` returns Llama4ForCausalLM itself."""
+    decoder: nn.Module = model.get_decoder()
+    return getattr(decoder, "model", decoder) if decoder is model else decoder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,11 +139,11 @@ PROBE_POSITIONS = (0, 1, 37, 911)
 
 @torch.inference_mode()
 def measure_rope(
-    model: PreTrainedModel, max_position: int, others: Mapping[int, KVShape] | None = None
+    model: PreTrainedModel, max_position: int, n_layers: int, others: Mapping[int, KVShape] | None = None
 ) -> tuple[tuple[LayerRope, ...], tuple[KVShape, ...]]:
     """Measure each layer's rotation and cache shape by running one token at four positions up to `max_position`.
 
-    Layers that read another layer's keys and values have neither; `others`, whose shapes are given, have no rotation.
+    The first `n_layers` have keys of their own, or are `others`, whose shapes are given and which have no rotation.
 
     Raises:
         UnsupportedModel: if another layer keeps no keys, moves them by anything but a known rotation, or moves values.
@@ -144,13 +151,11 @@ def measure_rope(
     from transformers import Cache
     from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-    from qcfuse_rag.models.compatibility import decoder_of, sliding_windows
-
     device = model.get_input_embeddings().weight.device
     positions = torch.tensor([min(p, max_position) for p in PROBE_POSITIONS], device=device)
     token = model.get_input_embeddings().num_embeddings // 2
     ids = torch.full((len(positions), 1), token, device=device)
-    others, n_layers = others or {}, len(sliding_windows(model.config.get_text_config()))
+    others = others or {}
     kv = Cache(layers=[LinearAttentionLayer() if index in others else DynamicLayer() for index in range(n_layers)])
     decoder_of(model)(input_ids=ids, position_ids=positions[:, None], use_cache=True, **{cache_argument(): kv})
 

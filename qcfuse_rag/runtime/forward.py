@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from qcfuse_rag.models.compatibility import decoder_of
-from qcfuse_rag.models.rope import cache_argument
+from qcfuse_rag.models.rope import cache_argument, decoder_of
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.device import to_device
 from qcfuse_rag.runtime.kernels.support import kernels_available

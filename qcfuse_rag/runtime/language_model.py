@@ -123,8 +123,8 @@ class LanguageModel:
             recurrent = measure_recurrence(model, layers_of(config, RECURRENT_LAYERS))
             feed_forward = dict.fromkeys(layers_of(config, FEED_FORWARD_LAYERS), NOTHING)
             stored = {index: layer.shape for index, layer in recurrent.items()}
-            ropes, shapes = measure_rope(model, context_window.tokens - 1, stored | feed_forward)
             sliding = measure_windows(model)
+            ropes, shapes = measure_rope(model, context_window.tokens - 1, len(sliding), stored | feed_forward)
         dispatch.register()
         model.set_attn_implementation(dispatch.ATTENTION_NAME)
         return cls(
@@ -205,7 +205,7 @@ class LanguageModel:
 
         Recurrent layers compute rows over a buffer; where kernels are used, norms, rotations and gates are fused.
         """
-        model = recurrent_view(self.model, self.recurrent)
+        model = recurrent_view(self.model, self.recurrent) if self.recurrent else self.model
         if not kernels_available(self.device, self.dtype, self.widest_head):
             return model
         return fused_view(model)

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from qcfuse_rag.models.compatibility import decoder_of
 from qcfuse_rag.models.recurrence import MixerCall, RecurrentLayer
+from qcfuse_rag.models.rope import decoder_of
 from qcfuse_rag.runtime.buffer import RowsLayer
 from qcfuse_rag.runtime.model_views import ModuleProxy, with_module
 from qcfuse_rag.runtime.rows import OwnBuffersLayer, StoredSequence

@@ -23,10 +23,9 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
-from qcfuse_rag.models.compatibility import decoder_of
 from qcfuse_rag.models.recurrence import MixerCall
 from qcfuse_rag.models.result_cache import CachedResult
-from qcfuse_rag.models.rope import cache_argument
+from qcfuse_rag.models.rope import cache_argument, decoder_of
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME, chosen_backends, dense_attention_name
 from qcfuse_rag.runtime.forward import forward_step
