@@ -23,11 +23,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 from typer import Option
 
 from benchmarks.configurations import split_names
+from benchmarks.floors import stock_model
 from benchmarks.options import ModelOptions, shares
 from benchmarks.questions import Example, read_dataset
 from benchmarks.runner import Report, Run, Table, about_model, machine_conditions
@@ -66,9 +67,12 @@ class Options(ModelOptions):
     size: Annotated[int, Option(min=1, help="Held-out questions of each dataset, and half as many tasks.")] = 50
     variants: Annotated[str, Option(help=f"Adapters, with commas: {', '.join(VARIANTS)}.")] = "reader_q,reader_all,both"
     rates: Annotated[str, Option(help="Learning rate of each adapter, with commas.")] = "1e-4,5e-5,7e-5"
-    measured: Annotated[str, Option(help="Numbers of prompts after which to measure; the last ends it.")] = "250,500"
+    measured: Annotated[
+        str, Option(help="Numbers of prompts after which to measure; the last ends it, 0 trains nothing.")
+    ] = "250,500"
     ratios: Annotated[str, Option(help="Shares to recompute, with commas.")] = "0,.05,.15"
-    batch: Annotated[int, Option(min=1, help="Prompts of a step.")] = 4
+    batch: Annotated[int, Option(min=1, help="New prompts of a step.")] = 4
+    replayed: Annotated[int, Option(min=0, help="Earlier prompts of a step; not for writers.")] = 0
     answer_tokens: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 24
     adapters: Annotated[Path | None, Option(help="Folder for the adapters, in which a later run finds them.")] = None
     seed: Annotated[int, Option(help="Seed of prompts and adapters.")] = 1
@@ -131,7 +135,7 @@ class Trainer:
     """A model with adapters, and passes over fused prompts through which gradients flow."""
 
     def __init__(self, lm: LanguageModel, prefix: Sequence[int], primer: Sequence[int]) -> None:
-        self.model: PreTrainedModel = lm.model
+        self.model = stock_model(lm)  # gradients do not flow through packed weights
         self.model.set_attn_implementation(lm.stock_attention)
         self.lm, self.prefix_tokens, self.switch = lm, len(prefix), [Weights()]
         self.linears = dict[str, tuple[int, int]]()
@@ -343,22 +347,34 @@ def measure(options: Options, run: Run) -> None:
                 trainer.prepare(prompt)
         evaluate(trainer, run, ("untuned", 0), sets, ratios, {}, {})
         adapters = {name: tuple(map(trainer.adapter, VARIANTS[name])) for name in names}
-        if options.adapters is not None:
-            read_adapters(options.adapters, adapters)
+        for name in read_adapters(options.adapters, adapters):
+            evaluate(trainer, run, (f"{name}, as read", 0), sets, ratios, *adapters[name])
+        rates = dict(zip(names, map(float, options.rates.split(",")), strict=True))
         steps = {
-            name: torch.optim.AdamW(
-                [weight for part in parts for pair in part.values() for weight in pair], float(rate)
-            )
-            for (name, parts), rate in zip(adapters.items(), options.rates.split(","), strict=True)
+            name: torch.optim.AdamW([weight for part in parts for pair in part.values() for weight in pair])
+            for name, parts in adapters.items()
         }
         made, done = training_prompts(prompts, examples, passages, options.seed), 0
+        waiting, earlier = list[TuningPrompt](), list[TuningPrompt]()
         while done < ends[-1]:
-            batch = list(islice(made, options.batch))
+            if not waiting:  # padded to equal lengths, so of similar ones
+                waiting = sorted(islice(made, 8 * options.batch), key=len)
+                waiting = [
+                    prompt
+                    for start in chance.sample(range(0, len(waiting), options.batch), 8)
+                    for prompt in waiting[start : start + options.batch]
+                ]
+            batch, waiting = waiting[: options.batch], waiting[options.batch :]
             trainer.teach(batch, options.answer_tokens)
             for prompt in batch:
                 trainer.prepare(prompt)
-            shown = [chance.choice(ratios) for _ in batch]
             done += len(batch)
+            if options.replayed:
+                for prompt in batch:
+                    prompt.full = []
+                new, batch = batch, [*batch, *chance.sample(earlier, min(options.replayed, len(earlier)))]
+                earlier += new
+            shown = [chance.choice(ratios) for _ in batch]
             for name, (reader, writer) in adapters.items():
                 losses = []
                 for prompt, ratio in zip(batch, shown, strict=True):
@@ -366,6 +382,8 @@ def measure(options: Options, run: Run) -> None:
                     loss.backward()  # type: ignore[no-untyped-call]
                     losses.append(float(loss.detach()))
                 step = steps[name]
+                for group, rate in zip(step.param_groups, (rates[name],), strict=True):
+                    group["lr"] = rate * min(1.0, done / (10 * options.batch)) * (1 - (done - 1) / ends[-1])
                 torch.nn.utils.clip_grad_norm_(
                     [weight for group in step.param_groups for weight in group["params"]], 1.0
                 )
@@ -373,7 +391,7 @@ def measure(options: Options, run: Run) -> None:
                 step.zero_grad()
                 run.add(("step", name, done), {"loss": sum(losses), "at": time.time()})
             run.progress(done, ends[-1])
-            if any(done - len(batch) < end <= done for end in ends):
+            if any(done - options.batch < end <= done for end in ends):
                 for name, (reader, writer) in adapters.items():
                     evaluate(trainer, run, (name, done), sets, ratios, reader, writer)
                 if options.adapters is not None:
@@ -433,13 +451,14 @@ def write_adapters(folder: Path, adapters: Mapping[str, tuple[Weights, ...]]) ->
         save_file(tensors, folder / f"{name}.safetensors")
 
 
-def read_adapters(folder: Path, adapters: Mapping[str, tuple[Weights, ...]]) -> None:
-    """Fill in the adapters that a folder has."""
-    for name, parts in adapters.items():
-        if (file := folder / f"{name}.safetensors").exists():
-            tensors = load_file(file)
-            for role, at, side, weight in _weights(parts):
-                weight.data.copy_(tensors[f"{role}.{at}.{side}"])
+def read_adapters(folder: Path | None, adapters: Mapping[str, tuple[Weights, ...]]) -> list[str]:
+    """Fill in the adapters that a folder has; return their names."""
+    found = [name for name in adapters if folder is not None and (folder / f"{name}.safetensors").exists()]
+    for name in found:
+        tensors = load_file(Path(folder or ".") / f"{name}.safetensors")
+        for role, at, side, weight in _weights(adapters[name]):
+            weight.data.copy_(tensors[f"{role}.{at}.{side}"])
+    return found
 
 
 def _weights(parts: Sequence[Weights]) -> Iterator[tuple[str, str, str, nn.Parameter]]:
