@@ -62,7 +62,7 @@ class RerankCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether the whole interval says that reranking is better."""
+        """Whether the interval of the difference lies above zero."""
         return self.interval[0] > 0
 
     @property

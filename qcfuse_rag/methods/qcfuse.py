@@ -60,7 +60,7 @@ def _profiled(lm: LanguageModel, profile: dict[str, object]) -> tuple[int, ...]:
     if len(recall) != lm.n_layers:
         raise ValueError(f"it has {len(recall)} layers and the model {lm.n_layers}")
     if not layers or any(type(layer) is not int or layer not in lm.attention_layers for layer in layers):
-        raise ValueError(f"layers must be indices of the {lm.n_layers} layers that have attention")
+        raise ValueError(f"layers must be indices of the {len(lm.attention_layers)} layers that have attention")
     return tuple(sorted(set(layers)))
 
 

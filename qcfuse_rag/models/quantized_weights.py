@@ -89,9 +89,8 @@ def quantize_weights(model: PreTrainedModel, weights: str, device: torch.device)
     chosen = FORMATS[weights]
     layers = decoder_of(model).get_submodule("layers")
     for name, module in plain_linears(layers).items():
-        parent, _, child = name.rpartition(".")
         try:
-            setattr(layers.get_submodule(parent), child, chosen.quantize(module, device))
+            layers.set_submodule(name, chosen.quantize(module, device))
         except torch.OutOfMemoryError:
             raise
         except ImportError as error:

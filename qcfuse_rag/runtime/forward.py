@@ -118,7 +118,7 @@ def forward_step(
     """
     rows = to_device(torch.tensor(positions), lm.device)[:, None]
     plan: StepPlan | TablePlan = StepPlan(buffers, rows, tuple(positions), lm.sliding)
-    if not (lm.recurrent or lm.has_latents) and kernels_available(lm.device, lm.dtype, lm.widest_head):
+    if lm.needs_torch_steps is None and kernels_available(lm.device, lm.dtype, lm.widest_head):
         plan = TablePlan(rows, KVTable.of(buffers, lm.shapes, max(positions) + 1), lm.sliding)
     return forward_plan(lm.fused_model, to_device(torch.tensor(tokens), lm.device), plan)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 NOTHING = KVShape(1, 1, 1)
-"""What a layer that is a feed-forward network alone stores of a token: two zeros, so that layers keep their numbers."""
+"""What a feed-forward layer stores of each token: two zeros. So every layer keeps its index."""
 
 _LINKING = threading.Lock()  # `cached_property` has none since Python 3.12
 
@@ -156,10 +156,12 @@ class LanguageModel:
         others = {layer for layer, shape in enumerate(self.shapes) if shape is NOTHING or layer in self.recurrent}
         return tuple(layer for layer in range(self.n_layers) if layer not in others)
 
-    @property
-    def has_latents(self) -> bool:
-        """Whether layers keep latents, which no kernel expands: decode steps are computed by torch."""
-        return any(shape.latent for shape in self.shapes)
+    @cached_property
+    def needs_torch_steps(self) -> str | None:
+        """Why kernels cannot compute decode steps, and nothing can be recorded; None if they can."""
+        if self.recurrent:
+            return "some layers are recurrent"
+        return "torch expands the latents of layers" if any(shape.latent for shape in self.shapes) else None
 
     @property
     def device(self) -> torch.device:

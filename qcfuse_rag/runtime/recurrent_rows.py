@@ -113,7 +113,7 @@ def _channels(used: Tensor) -> slice | Tensor:
 
 
 class _Call(threading.local):
-    """What one call of a mixer hands to the modules inside; each thread has its own."""
+    """The arguments that a call of a mixer passes to the modules inside it; each thread has its own."""
 
     products: list[Tensor]
     picked: Tensor | None

@@ -167,7 +167,9 @@ States = dict[int, tuple[int, LinearAttentionLayer]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredSequence:
-    """What a recurrent layer has of one sequence, or of several with the same rows, after fresh inputs are written.
+    """The inputs and states of a sequence in a recurrent layer, or of several sequences with the same rows.
+
+    Fresh inputs are written already.
 
     Attributes:
         keys, values: `[B, H, capacity, D]`, stored inputs, see `models.recurrence`.

@@ -1,4 +1,4 @@
-"""What recurrent layers store: the inputs of the recurrence that later tokens depend on, found by measurement."""
+"""Recurrent layers store those inputs of the recurrence on which later tokens depend; these are measured."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_rows_with_gaps_change_what_later_rows_read(lm: LanguageModel) -> None:
 
 
 def test_rows_see_visible_positions_alone_and_leave_no_state(lm: LanguageModel) -> None:
-    """What stands at other positions is not read: it may not be there yet."""
+    """Other positions are not read, because nothing may have been placed there yet."""
     visible, rows = torch.cat([torch.arange(10), torch.arange(25, 40)]), torch.arange(37, 40)
     buffer = computed(lm)
     for keys, values in zip(buffer.keys, buffer.values, strict=True):

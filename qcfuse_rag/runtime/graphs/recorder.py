@@ -152,10 +152,8 @@ class SamplePrompt:
 
 def missing_kernels(lm: LanguageModel) -> str | None:
     """Return why nothing of a model can be recorded, or None if it can."""
-    if lm.recurrent:
-        return "some layers are recurrent"
-    if lm.has_latents:
-        return "torch expands the latents of layers"
+    if lm.needs_torch_steps is not None:
+        return lm.needs_torch_steps
     settings = (lm.device, lm.dtype, lm.widest_head)
     try:
         return None if kernels_available(*settings) else f"there are no kernels: {unavailable_reason(*settings)}"

@@ -55,7 +55,7 @@ def test_the_engine_answers_alike_with_and_without_kernels(
     assert set(with_kernels) == {"attention", "score", "place"}
     with_kernels.clear()
     followed = forward_step(lm, [7], [len(prompt)], [with_kernels_result.buffer])
-    assert set(with_kernels) == (set() if lm.has_latents else {"by table", "append"})
+    assert set(with_kernels) == (set() if lm.needs_torch_steps else {"by table", "append"})
     seams.transfer(monkeypatch, lambda transfers: None)
     seams.engine_has_kernels(monkeypatch, lambda *_: False)
     with_kernels.clear()
