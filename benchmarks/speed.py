@@ -10,7 +10,7 @@ import copy
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -393,8 +393,8 @@ def decode_steps(
     token, start = int(prefilled.logits.argmax()), prefilled.report.prompt_tokens
     rows: list[Record] = []
     for n_requests in requests:
-        buffers = [_clone(prefilled.buffer) for _ in range(n_requests)]
-        stock = dict(stock_steps(lm, prefilled.buffer, start, token)) if n_requests == 1 else {}
+        buffers = [clone(prefilled.buffer) for _ in range(n_requests)]
+        stock = dict(stock_steps(lm, prefilled.prompt.ids, token)) if n_requests == 1 else {}
         engine_s: list[float] = []
         stock_s: dict[str, list[float]] = {cache: [] for cache in stock}
         for first in range(start, start + STEPS, STEPS_A_TURN):
@@ -420,17 +420,17 @@ def decode_steps(
 
 
 def stock_steps(
-    lm: LanguageModel, buffer: KVBuffer, length: int, token: int
+    lm: LanguageModel, prompt_ids: Sequence[int], token: int
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Yield transformers' decode steps over the same keys and values, in its caches.
+    """Yield transformers' decode steps behind a prompt, in its caches.
 
     The dynamic cache is the default of its `generate`. It grows with every step, so a backend that plans for each
     length is slow; the static cache has room for `STEPS` steps and keeps its shape.
     """
-    model, ids = stock_model(lm), torch.tensor([[token]], device=lm.device)
+    model = stock_model(lm)
     config = model.config.get_text_config()
 
-    def step(cache: Cache) -> torch.Tensor:
+    def step(cache: Cache, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = model(
             input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(): cache}
         ).logits
@@ -438,13 +438,14 @@ def stock_steps(
 
     for name, cache in (
         ("dynamic", DynamicCache(config=config)),
-        ("static", StaticCache(config=config, max_cache_len=length + STEPS)),
+        ("static", StaticCache(config=config, max_cache_len=len(prompt_ids) + STEPS)),
     ):
-        for layer, (keys, values) in enumerate(zip(buffer.keys, buffer.values, strict=True)):
-            cache.update(keys[:, :, :length], values[:, :, :length], layer)
-        yield name, partial(step, cache)
+        with stock_attention(lm), torch.inference_mode():
+            step(cache, torch.tensor([prompt_ids], device=lm.device))
+        yield name, partial(step, cache, torch.tensor([[token]], device=lm.device))
 
 
-def _clone(buffer: KVBuffer) -> KVBuffer:
+def clone(buffer: KVBuffer) -> KVBuffer:
+    """Return a copy of a buffer, without the states of recurrent layers."""
     keys, values = (tuple(layer.clone() for layer in layers) for layers in (buffer.keys, buffer.values))
-    return KVBuffer(keys, values)
+    return replace(buffer, keys=keys, values=values, states={})
