@@ -37,7 +37,7 @@ def random_model(
         model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
     model.generation_config.eos_token_id = None  # so that answers have the length asked for
     quantized = quantize_weights(model, weights, target) if weights in FORMATS else "model"
-    return LanguageModel.wrap(model.eval(), _byte_tokenizer(), name=f"{shape}, random weights", weight_format=quantized)
+    return LanguageModel.wrap(model.eval(), byte_tokenizer(), name=f"{shape}, random weights", weight_format=quantized)
 
 
 def stock_model(lm: LanguageModel) -> PreTrainedModel:
@@ -55,7 +55,7 @@ def _unpacked(module: nn.Module) -> nn.Module:
     return linear
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of single bytes, for generated text; prompts are made of token ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: index for index, letter in enumerate(alphabet)}, []))

@@ -427,8 +427,7 @@ def stock_steps(
     The dynamic cache is the default of its `generate`. It grows with every step, so a backend that plans for each
     length is slow; the static cache has room for `STEPS` steps and keeps its shape.
     """
-    model = stock_model(lm)
-    config = model.config.get_text_config()
+    model, config = stock_model(lm), lm.model.config.get_text_config()
 
     def step(cache: Cache, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = model(

