@@ -59,7 +59,9 @@ def measure_layers(model_type: str, sizes: dict[str, Any], device: str = "cuda",
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
     lm = LanguageModel.wrap(model.eval(), byte_tokenizer(), name=model_type)
-    return {"exact": measure_exactness(lm).to_dict(), **measure_speed(lm, context)}
+    exact = measure_exactness(lm).to_dict()
+    print(model_type, exact, flush=True)
+    return {"exact": exact, **measure_speed(lm, context)}
 
 
 @torch.inference_mode()
@@ -88,6 +90,7 @@ def measure_speed(lm: LanguageModel, context: int) -> dict[str, Any]:
     prefilled = fuse_prompt(runner, prompt, FUSED, answer_tokens=16)
     if on_cuda:
         found["peak with a prompt, GB"] = torch.cuda.max_memory_allocated() / GB
+    print(lm.name, found, flush=True)  # before steps, which another version of transformers may refuse
     for row in decode_steps(lm, runner.decodes, prefilled, REQUESTS):
         found[f"step of {row['requests']}, ms"] = 1000 * row["step_s"]
         found[f"bytes of a step of {row['requests']}, GB"] = row["bytes"] / GB
