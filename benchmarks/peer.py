@@ -2,14 +2,19 @@
 
 llama.cpp runs with its quickest settings on the machine: of the given file and the same weights in other formats, with
 flash attention and without, those are compared whose prompt is computed soonest. It reuses the beginning that a prompt
-shares with the request before, and with cache reuse also shifted parts of it (`n_cache_reuse` of its server). It is
-used by its package xllamacpp, without HTTP.
+shares with the request before, and with cache reuse also shifted parts of it (`n_cache_reuse` of its server).
+
+It is used by its package xllamacpp, or by programs that were built for this processor: `llama-server`, and
+`llama-bench`, whose own figures stand beside the others then.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -19,6 +24,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import httpx
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize, quantize
@@ -40,10 +46,14 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 SPARE_TOKENS = 64  # context of llama.cpp beyond the prompt and the longest answer
 REUSE_TOKENS = 64  # smallest shifted part that llama.cpp reuses, where it does
 BATCHES = (512, 2048)  # tokens of llama.cpp's passes; the first is its default
-QUANTIZED = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
+QUANTIZED = {name: GGMLQuantizationType[name.upper()] for name in ("q8_0", "q4_0", "bf16")}
 WAIT_S = 1.0  # pause after a side, in which its worker threads come to rest
+PORT = 8917  # of `llama-server`
+START_S = 60.0
 
 Ids = Sequence[int]
+Complete = Callable[[dict[str, Any]], Record]
+"""Answers a request in the form of OpenAI's completions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +68,11 @@ class Options:
     ratios: Ratios = "0.05"
     answers: Annotated[str, Option(help="Lengths of the answers in tokens, with commas.")] = "32,128"
     formats: Annotated[str, Option(help="Formats of llama.cpp's weights, with commas: file is the given one.")] = (
-        "file,q8_0,q4_0"
+        "file,q8_0,q4_0,bf16"
     )
+    llama_cpp: Annotated[
+        Path | None, Option(help="Folder of llama-server and llama-bench, built for this processor; else xllamacpp.")
+    ] = None
     weights: Annotated[str, Option(help="Format of this engine's weights.")] = "auto"
     repeats: Repeats = 2
 
@@ -91,24 +104,29 @@ def measure(options: Options, run: Run) -> None:
     formats = split_names(options.formats)
     if unknown := set(formats) - {"file", *QUANTIZED}:
         raise QCFuseError(f"no format of weights: {', '.join(unknown)}; file, {', '.join(QUANTIZED)} are known")
-    _xllamacpp()
+    if options.llama_cpp is None:
+        _xllamacpp()
     with FusionEngine.load(str(gguf), device="cpu", weights=options.weights, prefix_bytes=0) as engine:
         texts, prompts = _prompts(engine, options.context)
         about = {**about_model(engine.lm), "prompt_tokens": len(prompts.measured)}
-        about["llama.cpp"] = _xllamacpp().get_system_info().strip()
+        about["llama.cpp"] = "its own programs" if options.llama_cpp else _xllamacpp().get_system_info().strip()
         run.begin(about, {**machine_conditions(engine.lm), "context": options.context})
         engine.warm(texts, bases=tuple(dict.fromkeys(base for side in methods for base in side.method.bases)))
         room = len(prompts.measured) + max(lengths) + SPARE_TOKENS
         with TemporaryDirectory() as folder:
             files = {name: gguf if name == "file" else requantized(gguf, name, Path(folder)) for name in formats}
-            name, flash, batch = _quickest(run, files, prompts.measured, room)
-            server = _llama_server(files[name], room, flash=flash, batch=batch)
-            for done, length in enumerate(sorted({1, *lengths}), 1):
-                ours, theirs = _engine_sides(engine, texts, methods, length), _peer_sides(server, prompts, length)
-                run.take_turns(
-                    ("answer", length), {(side,): call for side, call in {**ours, **theirs}.items()}, options.repeats
-                )
-                run.progress(done, len(lengths) + 1)
+            start = partial(_llama_server, options.llama_cpp, context=room)
+            name, flash, batch = _quickest(run, files, prompts.measured, start)
+            with start(files[name], flash=flash, batch=batch) as server:
+                for done, length in enumerate(sorted({1, *lengths}), 1):
+                    sides = _engine_sides(engine, texts, methods, length) | _peer_sides(server, prompts, length)
+                    if options.llama_cpp is not None:
+                        bench = options.llama_cpp / "llama-bench"
+                        sides["llama-bench"] = partial(
+                            _llama_bench, bench, files[name], len(prompts.measured), length, flash=flash, batch=batch
+                        )
+                    run.take_turns(("answer", length), {(side,): call for side, call in sides.items()}, options.repeats)
+                    run.progress(done, len(lengths) + 1)
 
 
 def requantized(gguf: Path, name: str, folder: Path) -> Path:
@@ -136,18 +154,17 @@ def requantized(gguf: Path, name: str, folder: Path) -> Path:
     return target
 
 
-def _quickest(run: Run, files: Mapping[str, Path], ids: Ids, context: int) -> tuple[str, bool, int]:
+def _quickest(run: Run, files: Mapping[str, Path], ids: Ids, start: Callable[..., Any]) -> tuple[str, bool, int]:
     """Return the format, the use of flash attention and the batch with which llama.cpp's first token comes soonest."""
     for name, file in files.items():
         for flash, batch in product((False, True), BATCHES):
             if (key := ("settings", name, flash, batch)) not in run.records:
-                server = _llama_server(file, context, flash=flash, batch=batch)
-                _complete(server, ids[:REUSE_TOKENS], 1, keep=False, reuse=0)  # reads the weights
-                time.sleep(WAIT_S)
-                started = time.perf_counter()
-                _complete(server, ids, 1, keep=False, reuse=0)
-                run.add(key, {"seconds": time.perf_counter() - started})
-                del server
+                with start(file, flash=flash, batch=batch) as server:
+                    _complete(server, ids[:REUSE_TOKENS], 1, keep=False, reuse=0)  # reads the weights
+                    time.sleep(WAIT_S)
+                    started = time.perf_counter()
+                    _complete(server, ids, 1, keep=False, reuse=0)
+                    run.add(key, {"seconds": time.perf_counter() - started})
     tried = [(key, record) for key, record in run.of("settings") if key[0] in files]
     quickest = min(tried, key=lambda pair: pair[1]["seconds"])[0]
     return str(quickest[0]), bool(quickest[1]), int(str(quickest[2]))
@@ -224,7 +241,7 @@ def _side_name(side: Configuration) -> str:
     return side.label if side.label == FULL or side.ratio is None else f"{side.label}, {100 * side.ratio:g} %"
 
 
-def _peer_sides(server: Any, prompts: Prompts, length: int) -> dict[str, Callable[[], Record]]:
+def _peer_sides(server: Complete, prompts: Prompts, length: int) -> dict[str, Callable[[], Record]]:
     def answer(before: Ids | None, reuse: int) -> Record:
         if before is not None:
             _complete(server, before, 1, keep=True, reuse=reuse)
@@ -241,8 +258,8 @@ def _peer_sides(server: Any, prompts: Prompts, length: int) -> dict[str, Callabl
     }
 
 
-def _complete(server: Any, ids: Ids, length: int, *, keep: bool, reuse: int) -> None:
-    answer = server.handle_completions(
+def _complete(complete: Complete, ids: Ids, length: int, *, keep: bool, reuse: int) -> None:
+    answer = complete(
         {
             "prompt": list(ids),
             "n_predict": length,
@@ -264,20 +281,57 @@ def _xllamacpp() -> Any:
         raise QCFuseError("a comparison with llama.cpp needs xllamacpp: pip install 'qcfuse-rag[bench]'") from error
 
 
-def _llama_server(gguf: Path, context: int, *, flash: bool, batch: int) -> Any:
-    xllamacpp = _xllamacpp()
-    params, attention = xllamacpp.CommonParams(), xllamacpp.llama_flash_attn_type
-    params.model.path = str(gguf)
-    params.n_ctx = context
-    params.n_batch = params.n_ubatch = batch
-    params.flash_attn_type = (
-        attention.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else attention.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    )
-    params.n_parallel = 1
-    params.cache_ram_mib = 0  # it would keep the caches of earlier requests, and so those that must not be kept
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
-    params.verbosity = 0
-    return xllamacpp.Server(params)
+@contextmanager
+def _llama_server(programs: Path | None, gguf: Path, *, context: int, flash: bool, batch: int) -> Iterator[Complete]:
+    """Start llama.cpp's server, in this process or as a program; yield what answers requests."""
+    threads = torch.get_num_threads()
+    if programs is None:
+        xllamacpp = _xllamacpp()
+        params, attention = xllamacpp.CommonParams(), xllamacpp.llama_flash_attn_type
+        params.model.path = str(gguf)
+        params.n_ctx = context
+        params.n_batch = params.n_ubatch = batch
+        params.flash_attn_type = (
+            attention.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else attention.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        params.n_parallel = 1
+        params.cache_ram_mib = 0  # it would keep the caches of earlier requests, and so those that must not be kept
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        params.verbosity = 0
+        yield xllamacpp.Server(params).handle_completions
+        return
+    values = {"-m": gguf, "-c": context, "-b": batch, "-ub": batch, "-t": threads, "-fa": "on" if flash else "off"}
+    fixed = ["-np", "1", "--cache-ram", "0", "--log-disable", "--port", str(PORT)]
+    command = [str(programs / "llama-server"), *(str(part) for pair in values.items() for part in pair), *fixed]
+    with subprocess.Popen(command) as process, httpx.Client(base_url=f"http://127.0.0.1:{PORT}") as client:
+        try:
+            _await_health(process, client)
+            yield lambda request: dict(client.post("/v1/completions", json=request, timeout=None).json())
+        finally:
+            process.terminate()
+
+
+def _await_health(process: subprocess.Popen[bytes], client: httpx.Client) -> None:
+    for _ in range(int(START_S / 0.1)):
+        time.sleep(0.1)
+        if process.poll() is not None:
+            break
+        try:
+            if client.get("/health").is_success:
+                return
+        except httpx.TransportError:
+            continue  # it does not listen yet
+    raise QCFuseError("llama-server does not start; run it by hand to see why")
+
+
+def _llama_bench(program: Path, gguf: Path, tokens: int, length: int, *, flash: bool, batch: int) -> Record:
+    """Return llama-bench's own seconds for a prompt of so many tokens and an answer."""
+    what = ["-p", tokens, "-n", 0] if length == 1 else ["-p", 0, "-n", 0, "-pg", f"{tokens},{length - 1}"]
+    settings = ["-b", batch, "-ub", batch, "-t", torch.get_num_threads(), "-fa", int(flash)]
+    command = [program, "-m", gguf, "-r", 1, "-o", "json", *what, *settings]
+    time.sleep(WAIT_S)
+    output = subprocess.run([str(part) for part in command], check=True, capture_output=True).stdout
+    return {"seconds": json.loads(output)[0]["avg_ns"] / 1e9}
 
 
 class _EndlessSampler(Sampler):
