@@ -109,7 +109,7 @@ def measure(options: Options, run: Run) -> None:
     with FusionEngine.load(str(gguf), device="cpu", weights=options.weights, prefix_bytes=0) as engine:
         texts, prompts = _prompts(engine, options.context)
         about = {**about_model(engine.lm), "prompt_tokens": len(prompts.measured)}
-        about["llama.cpp"] = "its own programs" if options.llama_cpp else _xllamacpp().get_system_info().strip()
+        about["llama.cpp"] = _system_info(options.llama_cpp, gguf)
         run.begin(about, {**machine_conditions(engine.lm), "context": options.context})
         engine.warm(texts, bases=tuple(dict.fromkeys(base for side in methods for base in side.method.bases)))
         room = len(prompts.measured) + max(lengths) + SPARE_TOKENS
@@ -160,7 +160,7 @@ def _quickest(run: Run, files: Mapping[str, Path], ids: Ids, start: Callable[...
         for flash, batch in product((False, True), BATCHES):
             if (key := ("settings", name, flash, batch)) not in run.records:
                 with start(file, flash=flash, batch=batch) as server:
-                    _complete(server, ids[:REUSE_TOKENS], 1, keep=False, reuse=0)  # reads the weights
+                    _complete(server, ids, 1, keep=False, reuse=0)  # reads the weights
                     time.sleep(WAIT_S)
                     started = time.perf_counter()
                     _complete(server, ids, 1, keep=False, reuse=0)
@@ -279,6 +279,18 @@ def _xllamacpp() -> Any:
         return import_module("xllamacpp")
     except ImportError as error:
         raise QCFuseError("a comparison with llama.cpp needs xllamacpp: pip install 'qcfuse-rag[bench]'") from error
+
+
+def _system_info(programs: Path | None, gguf: Path) -> str:
+    """Return the processor's instructions that llama.cpp uses."""
+    if programs is None:
+        return str(_xllamacpp().get_system_info()).strip()
+    command = [str(programs / "llama-server"), "-m", str(gguf), "--verbosity", "4", "--port", str(PORT)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = next((line for line in process.stderr if "system_info" in line), "")
+        process.terminate()
+    return line.partition("system_info: ")[2].strip()
 
 
 @contextmanager
