@@ -48,7 +48,7 @@ VARIANTS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "reader_q": (("q_proj",), ()),
     "reader_all": (EVERY, ()),
     "writer": ((), ATTENTION),
-    "both": (EVERY, ATTENTION),
+    "both": (EVERY, EVERY),
 }
 """Modules of the reader and of the writer."""
 
@@ -265,13 +265,19 @@ class Trainer:
     def prepare(self, prompt: TuningPrompt) -> None:
         """Fill in a prompt's stored caches without adapters, and the order in which its tokens are recomputed."""
         prompt.stored = self.write(prompt, {})
+        prompt.order = self.order(prompt, prompt.stored, {})
+
+    @torch.no_grad()
+    def order(self, prompt: TuningPrompt, stored: KV, reader: Weights) -> Tensor:
+        """Return passage positions, but those of the first passage, by falling attention of the question."""
         rows = torch.arange(prompt.chunks[-1][1], len(prompt))
         rows = rows[~prompt.known[rows]]
         self.model.set_attn_implementation("eager")  # the only one that gives the attention
         try:
             ids = torch.tensor([[prompt.ids[row] for row in rows]])
             seen = self.seen(prompt, rows, torch.zeros(len(prompt), dtype=torch.bool))
-            output, _ = self.run(ids, rows[None], prompt.stored, seen, output_attentions=True)
+            with self.using(reader):
+                output, _ = self.run(ids, rows[None], stored, seen, output_attentions=True)
         finally:
             self.model.set_attn_implementation(self.lm.stock_attention)
         candidates = prompt.known.clone()
@@ -280,7 +286,7 @@ class Trainer:
         for attention in output.attentions[self.lm.n_layers // 2 :]:
             paid = attention[0].float().sum((0, 1))[: len(prompt)].cpu() * candidates
             scores += paid / paid.sum()
-        prompt.order = scores.masked_fill(~candidates, -1).argsort(descending=True)[: int(candidates.sum())]
+        return scores.masked_fill(~candidates, -1).argsort(descending=True)[: int(candidates.sum())]
 
     def seen(self, prompt: TuningPrompt, rows: Tensor, replaced: Tensor) -> Tensor:
         """Return which stored positions and rows each row sees, `[R, T + R]`."""
@@ -307,7 +313,10 @@ class Trainer:
 
     def loss(self, prompt: TuningPrompt, ratio: float, reader: Weights, writer: Weights) -> Tensor:
         """Return the loss of a prepared prompt: the answer's rows count four times the question's."""
-        stored = self.write(prompt, writer) if writer else prompt.stored
+        stored = prompt.stored
+        if writer:
+            stored = self.write(prompt, writer)
+            prompt.order = self.order(prompt, stored, reader) if ratio else prompt.order
         question, answer = self.read(prompt, stored, ratio, reader)
         loss = self.divergence(prompt.teacher, answer).mean()
         if len(question):
@@ -366,7 +375,7 @@ def measure(options: Options, run: Run) -> None:
                 ]
             batch, waiting = waiting[: options.batch], waiting[options.batch :]
             trainer.teach(batch, options.answer_tokens)
-            for prompt in batch:
+            for prompt in batch if any(not writer for _, writer in adapters.values()) else ():
                 trainer.prepare(prompt)
             done += len(batch)
             if options.replayed:
@@ -424,6 +433,7 @@ def evaluate(
         figures = dict[float, list[list[float]]]()
         for prompt in prompts:
             stored = trainer.write(prompt, writer) if writer else prompt.stored
+            prompt.order = trainer.order(prompt, stored, reader)
             for ratio in ratios:
                 _, answer = trainer.read(prompt, stored, ratio, reader)
                 divergence = trainer.divergence(prompt.teacher, answer)

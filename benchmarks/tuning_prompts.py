@@ -19,7 +19,7 @@ NAMES = ("Aster", "Birch", "Cedar", "Dahlia", "Elm", "Fern", "Ginkgo", "Hazel", 
 PEOPLE = ("Amara Okafor", "Lena Brandt", "Tomas Reyes", "Yuki Mori", "Priya Nair", "Jonas Weber", "Sofia Conti")
 PLACES = ("Porto", "Lyon", "Graz", "Bergen", "Gdansk", "Turin", "Leeds", "Ghent", "Malmo", "Basel")
 NUMBERED = ("access code", "serial number", "ticket number", "room number", "order number", "phone extension")
-MOST_PASSAGES = 6
+MOST_PASSAGES = 4
 LONGEST = 1200  # characters of a passage
 
 Task = Callable[[random.Random, list[str]], str]

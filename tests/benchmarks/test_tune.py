@@ -78,6 +78,17 @@ def test_adapters_learn_and_change_nothing_while_they_are_off(
     assert float(trainer.loss(prompt, 0.0, {}, {})) == before
 
 
+def test_the_tokens_to_recompute_are_chosen_over_the_writers_caches(trainer: Trainer, prompt: TuningPrompt) -> None:
+    _, writer = map(trainer.adapter, VARIANTS["writer"])
+    before = prompt.order
+    trainer.loss(prompt, 0.3, {}, writer)
+    assert torch.equal(prompt.order, before), "a new adapter changes nothing"
+    for _, up in writer.values():
+        torch.nn.init.normal_(up)
+    trainer.loss(prompt, 0.3, {}, writer)
+    assert not torch.equal(prompt.order, before)
+
+
 def test_adapters_are_read_as_they_were_written(trainer: Trainer, tmp_path: Path) -> None:
     adapters = {"both": tuple(map(trainer.adapter, VARIANTS["both"]))}
     write_adapters(tmp_path, adapters)
@@ -95,7 +106,7 @@ def test_no_held_out_passage_is_trained_on(engine: FusionEngine) -> None:
     held_out = {text for text in pool if "ferry" in text}
     for made in islice(training_prompts(engine.prompts, [example], held_out, 1), 20):
         texts = [engine.lm.tokenizer.decode(made.ids[start:stop]) for start, stop in made.chunks]
-        assert 2 <= len(texts) <= 6
+        assert 2 <= len(texts) <= 4
         assert not any("ferry" in text for text in texts)
         assert made.task != "d" or any("mill" in text for text in texts)
 
