@@ -11,6 +11,7 @@ numbers below 6e-8.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import platform
@@ -123,6 +124,12 @@ class PackedLinear(nn.Linear):
         if x.requires_grad or x.dtype != self._packed.dtype:
             return functional.linear(x, self.weight.to(x.dtype), self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
+        """Return a layer that shares the packed weights, which nothing changes."""
+        layer = copy.copy(self)
+        layer._parameters = copy.deepcopy(self._parameters, memo)
+        return layer
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -56,11 +58,19 @@ def test_products_have_the_shape_and_dtype_of_the_layers(
 
 def test_gradients_and_other_dtypes_take_the_same_weights() -> None:
     layer, x = nn.Linear(96, 40, bias=False), torch.randn(2, 96, requires_grad=True)
-    copy = PackedLinear(layer)
-    assert torch.equal(copy.state_dict()["weight"], layer.weight)
-    expected, result = (torch.autograd.grad(module(x).square().sum(), x)[0] for module in (layer, copy))
+    packed_layer = PackedLinear(layer)
+    assert torch.equal(packed_layer.state_dict()["weight"], layer.weight)
+    expected, result = (torch.autograd.grad(module(x).square().sum(), x)[0] for module in (layer, packed_layer))
     assert torch.equal(result, expected)
-    assert torch.equal(copy(x.detach().double()), layer.double()(x.detach().double()))
+    assert torch.equal(packed_layer(x.detach().double()), layer.double()(x.detach().double()))
+
+
+def test_a_deep_copy_computes_the_same_and_has_a_bias_of_its_own() -> None:
+    model, x = nn.Sequential(PackedLinear(nn.Linear(96, 40))), torch.randn(2, 96)
+    other = copy.deepcopy(model)
+    assert torch.equal(other(x), model(x))
+    other.requires_grad_(False)[0].bias.add_(1)
+    assert torch.allclose(other(x), model(x) + 1)
 
 
 class Quantized(torch.Tensor):
