@@ -35,6 +35,7 @@ from benchmarks.configurations import FULL, Configuration, configurations, split
 from benchmarks.options import Methods, Ratios, Repeats, counts, shares
 from benchmarks.runner import Record, Report, Run, Table, about_model, machine_conditions
 from qcfuse_rag.bundled import corpus, default_model, questions
+from qcfuse_rag.cli.console import ERR, print_line
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.completion import end_tokens
@@ -126,6 +127,8 @@ def measure(options: Options, run: Run) -> None:
                             _llama_bench, bench, files[name], len(prompts.measured), length, flash=flash, batch=batch
                         )
                     run.take_turns(("answer", length), {(side,): call for side, call in sides.items()}, options.repeats)
+                    found = {side: each["seconds"] for (n, side, _), each in run.of("answer") if n == length}
+                    print_line(f"{length} tokens: " + ", ".join(f"{side} {s:.2f} s" for side, s in found.items()), ERR)
                     run.progress(done, len(lengths) + 1)
 
 
