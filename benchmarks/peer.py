@@ -107,16 +107,20 @@ def measure(options: Options, run: Run) -> None:
         raise QCFuseError(f"no format of weights: {', '.join(unknown)}; file, {', '.join(QUANTIZED)} are known")
     if options.llama_cpp is None:
         _xllamacpp()
+    elif not (options.llama_cpp / "llama-server").exists():
+        raise QCFuseError(f"{options.llama_cpp} holds no llama-server; see benchmarks/README.md")
     with FusionEngine.load(str(gguf), device="cpu", weights=options.weights, prefix_bytes=0) as engine:
         texts, prompts = _prompts(engine, options.context)
         about = {**about_model(engine.lm), "prompt_tokens": len(prompts.measured)}
         about["llama.cpp"] = _system_info(options.llama_cpp, gguf)
-        run.begin(about, {**machine_conditions(engine.lm), "context": options.context})
+        conditions = {"context": options.context, "llama.cpp": about["llama.cpp"]}
+        run.begin(about, {**machine_conditions(engine.lm), **conditions})
         engine.warm(texts, bases=tuple(dict.fromkeys(base for side in methods for base in side.method.bases)))
         room = len(prompts.measured) + max(lengths) + SPARE_TOKENS
         with TemporaryDirectory() as folder:
             files = {name: gguf if name == "file" else requantized(gguf, name, Path(folder)) for name in formats}
-            start = partial(_llama_server, options.llama_cpp, context=room)
+            server_of = _server_here if options.llama_cpp is None else partial(_server_program, options.llama_cpp)
+            start = partial(server_of, context=room)
             name, flash, batch = _quickest(run, files, prompts.measured, start)
             with start(files[name], flash=flash, batch=batch) as server:
                 for done, length in enumerate(sorted({1, *lengths}), 1):
@@ -128,7 +132,7 @@ def measure(options: Options, run: Run) -> None:
                         )
                     run.take_turns(("answer", length), {(side,): call for side, call in sides.items()}, options.repeats)
                     found = {side: each["seconds"] for (n, side, _), each in run.of("answer") if n == length}
-                    print_line(f"{length} tokens: " + ", ".join(f"{side} {s:.2f} s" for side, s in found.items()), ERR)
+                    print_line(f"{length} tokens: " + "; ".join(f"{side} {s:.2f} s" for side, s in found.items()), ERR)
                     run.progress(done, len(lengths) + 1)
 
 
@@ -168,6 +172,7 @@ def _quickest(run: Run, files: Mapping[str, Path], ids: Ids, start: Callable[...
                     started = time.perf_counter()
                     _complete(server, ids, 1, keep=False, reuse=0)
                     run.add(key, {"seconds": time.perf_counter() - started})
+                del server  # ends xllamacpp's
     tried = [(key, record) for key, record in run.of("settings") if key[0] in files]
     quickest = min(tried, key=lambda pair: pair[1]["seconds"])[0]
     return str(quickest[0]), bool(quickest[1]), int(str(quickest[2]))
@@ -297,24 +302,27 @@ def _system_info(programs: Path | None, gguf: Path) -> str:
 
 
 @contextmanager
-def _llama_server(programs: Path | None, gguf: Path, *, context: int, flash: bool, batch: int) -> Iterator[Complete]:
-    """Start llama.cpp's server, in this process or as a program; yield what answers requests."""
+def _server_here(gguf: Path, *, context: int, flash: bool, batch: int) -> Iterator[Complete]:
+    """Start xllamacpp's server in this process; yield what answers requests."""
+    xllamacpp = _xllamacpp()
+    params, attention = xllamacpp.CommonParams(), xllamacpp.llama_flash_attn_type
+    params.model.path = str(gguf)
+    params.n_ctx = context
+    params.n_batch = params.n_ubatch = batch
+    params.flash_attn_type = (
+        attention.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else attention.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    )
+    params.n_parallel = 1
+    params.cache_ram_mib = 0  # it would keep the caches of earlier requests, and so those that must not be kept
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
+    params.verbosity = 0
+    yield xllamacpp.Server(params).handle_completions
+
+
+@contextmanager
+def _server_program(programs: Path, gguf: Path, *, context: int, flash: bool, batch: int) -> Iterator[Complete]:
+    """Start `llama-server`; yield what answers requests."""
     threads = torch.get_num_threads()
-    if programs is None:
-        xllamacpp = _xllamacpp()
-        params, attention = xllamacpp.CommonParams(), xllamacpp.llama_flash_attn_type
-        params.model.path = str(gguf)
-        params.n_ctx = context
-        params.n_batch = params.n_ubatch = batch
-        params.flash_attn_type = (
-            attention.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else attention.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        )
-        params.n_parallel = 1
-        params.cache_ram_mib = 0  # it would keep the caches of earlier requests, and so those that must not be kept
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-        params.verbosity = 0
-        yield xllamacpp.Server(params).handle_completions
-        return
     values = {"-m": gguf, "-c": context, "-b": batch, "-ub": batch, "-t": threads, "-fa": "on" if flash else "off"}
     fixed = ["-np", "1", "--cache-ram", "0", "--log-disable", "--port", str(PORT)]
     command = [str(programs / "llama-server"), *(str(part) for pair in values.items() for part in pair), *fixed]

@@ -10,7 +10,7 @@ import copy
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -447,4 +447,4 @@ def stock_steps(
 def clone(buffer: KVBuffer) -> KVBuffer:
     """Return a copy of a buffer, without the states of recurrent layers."""
     keys, values = (tuple(layer.clone() for layer in layers) for layers in (buffer.keys, buffer.values))
-    return replace(buffer, keys=keys, values=values, states={})
+    return KVBuffer(keys, values, latent=buffer.latent)

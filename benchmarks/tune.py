@@ -316,7 +316,8 @@ class Trainer:
         stored = prompt.stored
         if writer:
             stored = self.write(prompt, writer)
-            prompt.order = self.order(prompt, stored, reader) if ratio else prompt.order
+            if ratio:
+                prompt.order = self.order(prompt, stored, reader)
         question, answer = self.read(prompt, stored, ratio, reader)
         loss = self.divergence(prompt.teacher, answer).mean()
         if len(question):
@@ -356,7 +357,7 @@ def measure(options: Options, run: Run) -> None:
                 trainer.prepare(prompt)
         evaluate(trainer, run, ("untuned", 0), sets, ratios, {}, {})
         adapters = {name: tuple(map(trainer.adapter, VARIANTS[name])) for name in names}
-        for name in read_adapters(options.adapters, adapters):
+        for name in read_adapters(options.adapters, adapters) if options.adapters is not None else ():
             evaluate(trainer, run, (f"{name}, as read", 0), sets, ratios, *adapters[name])
         rates = dict(zip(names, map(float, options.rates.split(",")), strict=True))
         steps = {
@@ -391,11 +392,9 @@ def measure(options: Options, run: Run) -> None:
                     loss.backward()  # type: ignore[no-untyped-call]
                     losses.append(float(loss.detach()))
                 step = steps[name]
-                for group, rate in zip(step.param_groups, (rates[name],), strict=True):
-                    group["lr"] = rate * min(1.0, done / (10 * options.batch)) * (1 - (done - 1) / ends[-1])
-                torch.nn.utils.clip_grad_norm_(
-                    [weight for group in step.param_groups for weight in group["params"]], 1.0
-                )
+                (group,) = step.param_groups
+                group["lr"] = rates[name] * min(1.0, done / (10 * options.batch)) * (1 - (done - 1) / ends[-1])
+                torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
                 step.step()
                 step.zero_grad()
                 run.add(("step", name, done), {"loss": sum(losses), "at": time.time()})
@@ -433,7 +432,8 @@ def evaluate(
         figures = dict[float, list[list[float]]]()
         for prompt in prompts:
             stored = trainer.write(prompt, writer) if writer else prompt.stored
-            prompt.order = trainer.order(prompt, stored, reader)
+            if reader or writer:
+                prompt.order = trainer.order(prompt, stored, reader)
             for ratio in ratios:
                 _, answer = trainer.read(prompt, stored, ratio, reader)
                 divergence = trainer.divergence(prompt.teacher, answer)
@@ -461,11 +461,11 @@ def write_adapters(folder: Path, adapters: Mapping[str, tuple[Weights, ...]]) ->
         save_file(tensors, folder / f"{name}.safetensors")
 
 
-def read_adapters(folder: Path | None, adapters: Mapping[str, tuple[Weights, ...]]) -> list[str]:
+def read_adapters(folder: Path, adapters: Mapping[str, tuple[Weights, ...]]) -> list[str]:
     """Fill in the adapters that a folder has; return their names."""
-    found = [name for name in adapters if folder is not None and (folder / f"{name}.safetensors").exists()]
+    found = [name for name in adapters if (folder / f"{name}.safetensors").exists()]
     for name in found:
-        tensors = load_file(Path(folder or ".") / f"{name}.safetensors")
+        tensors = load_file(folder / f"{name}.safetensors")
         for role, at, side, weight in _weights(adapters[name]):
             weight.data.copy_(tensors[f"{role}.{at}.{side}"])
     return found

@@ -62,7 +62,7 @@ class RerankCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether the interval of the difference lies above zero."""
+        """Whether even the lower end of the interval is above zero."""
         return self.interval[0] > 0
 
     @property

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 NOTHING = KVShape(1, 1, 1)
-"""What a feed-forward layer stores of each token: two zeros. So every layer keeps its index."""
+"""Feed-forward layers store two zeros for each token, so that every layer keeps its index."""
 
 _LINKING = threading.Lock()  # `cached_property` has none since Python 3.12
 

@@ -87,6 +87,7 @@ def test_a_side_that_was_not_timed_yet_has_empty_cells() -> None:
         ({"model": Path("model.safetensors")}, "needs a GGUF file"),
         ({"answers": "1,32"}, "at least 2 tokens"),
         ({"formats": "q3_x"}, "no format"),
+        ({"llama_cpp": Path("nowhere")}, "holds no llama-server"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_is_timed(options: dict[str, object], says: str) -> None:
