@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 from typer import Option
@@ -37,17 +38,16 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.completion import end_tokens
 from qcfuse_rag.ingestion.primer import PRIMER, primer_ids
 from qcfuse_rag.models.rope import cache_argument
+from qcfuse_rag.prompts.builder import PromptBuilder
+from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.backends.memory import MemoryStore
 
-RANK = 8
 SCALE = 2.0
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-EVERY = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 VARIANTS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "reader_q": (("q_proj",), ()),
     "reader_all": (EVERY, ()),
-    "writer": ((), ATTENTION),
+    "writer": ((), EVERY),
     "both": (EVERY, EVERY),
 }
 """Modules of the reader and of the writer."""
@@ -71,8 +71,8 @@ class Options(ModelOptions):
         str, Option(help="Numbers of prompts after which to measure; the last ends it, 0 trains nothing.")
     ] = "250,500"
     ratios: Annotated[str, Option(help="Shares to recompute, with commas.")] = "0,.05,.15"
-    batch: Annotated[int, Option(min=1, help="New prompts of a step.")] = 4
-    replayed: Annotated[int, Option(min=0, help="Earlier prompts of a step; not for writers.")] = 0
+    batch: Annotated[int, Option(min=1, help="Prompts of a step.")] = 4
+    rank: Annotated[int, Option(min=1, help="Rank of the adapters.")] = 8
     answer_tokens: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 24
     adapters: Annotated[Path | None, Option(help="Folder for the adapters, in which a later run finds them.")] = None
     seed: Annotated[int, Option(help="Seed of prompts and adapters.")] = 1
@@ -131,6 +131,26 @@ class BehindLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
+class Batch:
+    """Prompts that are computed together.
+
+    Attributes:
+        full: full prefill's keys and values of each layer, `[B, Hkv, T, D]`, padded behind.
+        known: `[B, T]` bool, positions of stored text.
+    """
+
+    def __init__(self, prompts: list[TuningPrompt], full: KV) -> None:
+        longest = max(map(len, prompts))
+        self.prompts, self.full = prompts, [(keys[:, :, :longest], values[:, :, :longest]) for keys, values in full]
+        self.known = pad_sequence([prompt.known for prompt in prompts], batch_first=True).to(full[0][0].device)
+
+    def parts(self, size: int) -> Iterator[Batch]:
+        """Yield batches of this many prompts."""
+        for start in range(0, len(self.prompts), size):
+            rows = slice(start, start + size)
+            yield Batch(self.prompts[rows], [(keys[rows], values[rows]) for keys, values in self.full])
+
+
 class Trainer:
     """A model with adapters, and passes over fused prompts through which gradients flow."""
 
@@ -162,13 +182,13 @@ class Trainer:
         finally:
             self.switch.pop()
 
-    def adapter(self, modules: Sequence[str]) -> Weights:
-        """Return a new adapter on these modules of every layer, which changes nothing yet."""
+    def adapter(self, modules: Sequence[str], rank: int) -> Weights:
+        """Return a new adapter of a rank on these modules of every layer, which changes nothing yet."""
         device = self.lm.device
         return {
             name: (
-                nn.Parameter(torch.randn(RANK, width, device=device) / math.sqrt(width)),
-                nn.Parameter(torch.zeros(height, RANK, device=device)),
+                nn.Parameter(torch.randn(rank, width, device=device) / math.sqrt(width)),
+                nn.Parameter(torch.zeros(height, rank, device=device)),
             )
             for name, (width, height) in self.linears.items()
             if name.rpartition(".")[2] in modules
@@ -181,7 +201,8 @@ class Trainer:
             The decoder's output, and the fresh keys and values of each layer.
         """
         layers = [BehindLayer(None if fixed is None else fixed[layer]) for layer in range(self.lm.n_layers)]
-        mask = torch.zeros(seen.shape, dtype=self.lm.dtype).masked_fill(~seen, -torch.inf).to(self.lm.device)
+        seen = seen.to(self.lm.device)
+        mask = torch.zeros(seen.shape, dtype=self.lm.dtype, device=seen.device).masked_fill(~seen, -torch.inf)
         output = self.model.get_decoder()(
             input_ids=ids.to(self.lm.device),
             position_ids=positions.to(self.lm.device),
@@ -198,131 +219,150 @@ class Trainer:
         return logits.float()
 
     @torch.no_grad()
-    def teach(self, prompts: Sequence[TuningPrompt], answer_tokens: int) -> None:
-        """Fill in full prefill's states and greedy answers of a batch of prompts."""
+    def teach(self, prompts: Sequence[TuningPrompt], answer_tokens: int) -> Batch:
+        """Fill in full prefill's states and greedy answers of some prompts; return them with its keys and values."""
         longest, count, device = max(map(len, prompts)), len(prompts), self.lm.device
-        ids = torch.tensor([prompt.ids + [0] * (longest - len(prompt)) for prompt in prompts])
-        cache, positions = DynamicCache(), torch.arange(longest).expand(count, -1)
-        real = torch.arange(longest)[None] < torch.tensor([[len(prompt)] for prompt in prompts])
+        ids = torch.tensor([prompt.ids + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
+        cache, lengths = DynamicCache(), torch.tensor([len(prompt) for prompt in prompts], device=device)
+        positions = torch.arange(longest, device=device)
         hidden = self.model.get_decoder()(
-            input_ids=ids.to(device), position_ids=positions.to(device), **{cache_argument(): cache}
+            input_ids=ids, position_ids=positions.expand(count, -1), **{cache_argument(): cache}
         ).last_hidden_state
-        kv = [(layer.keys, layer.values) for layer in cache.layers]
-        states = list[list[Tensor]]()
-        for row, prompt in enumerate(prompts):
-            place = slice(row, row + 1), slice(None), slice(len(prompt))
-            prompt.full = [(keys[place].clone(), values[place].clone()) for keys, values in kv]
-            prompt.question_teacher = hidden[row, prompt.question_start : len(prompt) - 1].clone()
-            states.append([hidden[row, len(prompt) - 1].clone()])
-        last, ends, running = torch.stack([each[0] for each in states]), end_tokens(self.lm), set(range(count))
+        kv = full = [(layer.keys, layer.values) for layer in cache.layers]
+        states = [hidden[torch.arange(count, device=device), lengths - 1]]
+        ends, running = end_tokens(self.lm), set(range(count))
         for step in range(answer_tokens):
-            chosen = self.logits(last).argmax(-1).cpu()
-            for row in list(running):
-                prompts[row].answer.append(int(chosen[row]))
-                if int(chosen[row]) in ends or step == answer_tokens - 1:
-                    running.remove(row)
+            chosen = self.logits(states[-1]).argmax(-1)
+            for row, token in enumerate(chosen.tolist()):
+                if row in running:
+                    prompts[row].answer.append(token)
+                    if token in ends or step == answer_tokens - 1:
+                        running.remove(row)
             if not running:
                 break
-            seen = torch.cat([real, torch.ones(count, step + 1, dtype=torch.bool)], 1)[:, None, None]
-            at = torch.tensor([[len(prompt) + step] for prompt in prompts])
-            output, fresh = self.run(chosen[:, None], at, kv, seen)
+            seen = positions < lengths[:, None]
+            seen = torch.cat([seen, seen.new_ones(count, step + 1)], 1)[:, None, None]
+            output, fresh = self.run(chosen[:, None], lengths[:, None] + step, kv, seen)
             kv = [(torch.cat([k, a], 2), torch.cat([v, b], 2)) for (k, v), (a, b) in zip(kv, fresh, strict=True)]
-            last = output.last_hidden_state[:, 0]
-            for row in running:
-                states[row].append(last[row].clone())
-        for prompt, each in zip(prompts, states, strict=True):
-            prompt.teacher = torch.stack(each)
+            states.append(output.last_hidden_state[:, 0])
+        for row, prompt in enumerate(prompts):
+            prompt.teacher = torch.stack([state[row] for state in states[: len(prompt.answer)]])
+            prompt.question_teacher = hidden[row, prompt.question_start : len(prompt) - 1].clone()
+        return Batch(list(prompts), full)
 
-    def write(self, prompt: TuningPrompt, writer: Weights) -> KV:
-        """Return a prompt's stored keys and values: those of the first passage are exact, the others primed."""
-        spans, front = prompt.chunks[1:], self.front_tokens
-        width = max(stop - start for start, stop in spans)
-        ids = torch.tensor([prompt.ids[start:stop] + [0] * (width - stop + start) for start, stop in spans])
-        seen = torch.cat(
-            [torch.ones(width, front, dtype=torch.bool), torch.ones(width, width, dtype=torch.bool).tril()], 1
+    def write(self, batch: Batch, writer: Weights) -> KV:
+        """Return the prompts' stored keys and values: those of first passages are exact, the others primed."""
+        spans = [(row, *span) for row, prompt in enumerate(batch.prompts) for span in prompt.chunks[1:]]
+        width, front, device = max(stop - start for _, start, stop in spans), self.front_tokens, self.lm.device
+        ids = torch.tensor(
+            [batch.prompts[row].ids[start:stop] + [0] * (width - stop + start) for row, start, stop in spans]
         )
+        seen = torch.ones(width, front + width, dtype=torch.bool).tril(front)
         with self.using(writer):
             _, fresh = self.run(ids, (front + torch.arange(width)).expand(len(spans), -1), self.front, seen)
-        placed, exact = [], prompt.chunks[0][1]
-        for layer, (keys, values) in enumerate(fresh):
-            whole = prompt.full[layer]
-            parts: list[list[Tensor]] = [[each[:, :, :exact]] for each in whole]
-            at = exact
-            for row, (start, stop) in enumerate(spans):
-                distances = torch.full((stop - start,), start - front, device=keys.device)
-                moved = self.lm.ropes[layer].rotated(keys[row : row + 1, :, : stop - start], distances)
-                for part, full, new in zip(
-                    parts, whole, (moved, values[row : row + 1, :, : stop - start]), strict=True
-                ):
-                    part += [torch.zeros_like(full[:, :, at:start]), new]  # a gap has rows of its own
-                at = stop
-            for part, full in zip(parts, whole, strict=True):
-                part.append(torch.zeros_like(full[:, :, at:]))
-            placed.append((torch.cat(parts[0], 2), torch.cat(parts[1], 2)))
+        rows, starts, stops = torch.tensor(spans, device=device).unbind(1)
+        passage = torch.repeat_interleave(torch.arange(len(spans), device=device), stops - starts)
+        token = torch.cat([torch.arange(stop - start, device=device) for _, start, stop in spans])
+        exact = torch.tensor([prompt.chunks[0][1] for prompt in batch.prompts], device=device)
+        exact = (torch.arange(batch.known.shape[1], device=device) < exact[:, None])[:, None, :, None]
+        placed = []
+        for layer, parts in enumerate(fresh):
+            keys, values = (part[passage, :, token] for part in parts)
+            keys = self.lm.ropes[layer].rotated(keys.transpose(0, 1), starts[passage] - front).transpose(0, 1)
+            whole = [torch.where(exact, full, 0) for full in batch.full[layer]]  # a gap has rows of its own
+            for each, moved in zip(whole, (keys, values), strict=True):
+                each[rows[passage], :, starts[passage] + token] = moved
+            placed.append((whole[0], whole[1]))
         return placed
 
     @torch.no_grad()
-    def prepare(self, prompt: TuningPrompt) -> None:
-        """Fill in a prompt's stored caches without adapters, and the order in which its tokens are recomputed."""
-        prompt.stored = self.write(prompt, {})
-        prompt.order = self.order(prompt, prompt.stored, {})
-
-    @torch.no_grad()
-    def order(self, prompt: TuningPrompt, stored: KV, reader: Weights) -> Tensor:
-        """Return passage positions, but those of the first passage, by falling attention of the question."""
-        rows = torch.arange(prompt.chunks[-1][1], len(prompt))
-        rows = rows[~prompt.known[rows]]
+    def choose(self, batch: Batch, stored: KV, reader: Weights) -> None:
+        """Fill in the order of passage positions, but those of first passages, by falling attention of questions."""
+        rows = [
+            torch.tensor([at for at in range(prompt.chunks[-1][1], len(prompt)) if not prompt.known[at]])
+            for prompt in batch.prompts
+        ]
         self.model.set_attn_implementation("eager")  # the only one that gives the attention
         try:
-            ids = torch.tensor([[prompt.ids[row] for row in rows]])
-            seen = self.seen(prompt, rows, torch.zeros(len(prompt), dtype=torch.bool))
-            with self.using(reader):
-                output, _ = self.run(ids, rows[None], stored, seen, output_attentions=True)
+            output, at = self.run_rows(batch, rows, torch.zeros_like(batch.known), stored, reader, True)
         finally:
             self.model.set_attn_implementation(self.lm.stock_attention)
-        candidates = prompt.known.clone()
-        candidates[: prompt.chunks[0][1]] = False
-        scores = torch.zeros(len(prompt))
+        candidates, scores = batch.known.clone(), torch.zeros(batch.known.shape, device=batch.known.device)
+        for row, prompt in enumerate(batch.prompts):
+            candidates[row, : prompt.chunks[0][1]] = False
         for attention in output.attentions[self.lm.n_layers // 2 :]:
-            paid = attention[0].float().sum((0, 1))[: len(prompt)].cpu() * candidates
-            scores += paid / paid.sum()
-        return scores.masked_fill(~candidates, -1).argsort(descending=True)[: int(candidates.sum())]
+            paid = (attention.float() * (at >= 0)[:, None, :, None]).sum((1, 2))[:, : candidates.shape[1]] * candidates
+            scores += paid / paid.sum(1, keepdim=True)
+        order = scores.masked_fill(~candidates, -1).argsort(descending=True).cpu()
+        for prompt, each, count in zip(batch.prompts, order, candidates.sum(1).tolist(), strict=True):
+            prompt.order = each[:count]
 
-    def seen(self, prompt: TuningPrompt, rows: Tensor, replaced: Tensor) -> Tensor:
-        """Return which stored positions and rows each row sees, `[R, T + R]`."""
-        stored = (prompt.known & ~replaced) & (torch.arange(len(prompt)) < rows[:, None])
-        return torch.cat([stored, rows <= rows[:, None]], 1)
+    def run_rows(
+        self,
+        batch: Batch,
+        rows: Sequence[Tensor],
+        replaced: Tensor,
+        stored: KV,
+        reader: Weights,
+        attentions: bool = False,
+    ) -> tuple[Any, Tensor]:
+        """Run some rows of each prompt behind its stored tokens, but the replaced ones.
 
-    def read(self, prompt: TuningPrompt, stored: KV, ratio: float, reader: Weights) -> tuple[Tensor, Tensor]:
-        """Return the hidden states of the question's rows, and of those from which the answer's tokens are chosen."""
-        replaced = torch.zeros(len(prompt), dtype=torch.bool)
-        replaced[prompt.order[: int(ratio * len(prompt.order))]] = True
-        computed = (~prompt.known | replaced).nonzero()[:, 0]
-        rows = torch.cat([computed, len(prompt) + torch.arange(len(prompt.answer) - 1)])
-        ids = [*prompt.ids, *prompt.answer]
+        Returns:
+            The decoder's output, and `[B, R]` positions, -1 behind the last row of a prompt.
+        """
+        at = pad_sequence(list(rows), batch_first=True, padding_value=-1).to(self.lm.device)
+        texts = [
+            torch.tensor([*prompt.ids, *prompt.answer])[each] for prompt, each in zip(batch.prompts, rows, strict=True)
+        ]
+        stored_seen = (batch.known & ~replaced)[:, None] & (
+            torch.arange(batch.known.shape[1], device=at.device) < at[:, :, None]
+        )
+        alone = torch.eye(at.shape[1], dtype=torch.bool, device=at.device)  # padding has to see something
+        rows_seen = (at[:, None] <= at[:, :, None]) & (at >= 0)[:, None] | alone
+        seen = torch.cat([stored_seen, rows_seen], 2)[:, None]
         with self.using(reader):
-            chosen = torch.tensor([[ids[row] for row in rows]])
-            output, _ = self.run(chosen, rows[None], stored, self.seen(prompt, rows, replaced))
-        hidden = output.last_hidden_state[0]
-        return hidden[(rows >= prompt.question_start) & (rows < len(prompt) - 1)], hidden[rows >= len(prompt) - 1]
+            output, _ = self.run(
+                pad_sequence(texts, batch_first=True), at.clamp(min=0), stored, seen, output_attentions=attentions
+            )
+        return output, at
+
+    def read(self, batch: Batch, stored: KV, ratios: Sequence[float], reader: Weights) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of the questions' rows, and of those from which the answers' tokens are chosen.
+
+        A prompt's rows follow those of the prompt before.
+        """
+        replaced, rows = torch.zeros(batch.known.shape, dtype=torch.bool), []
+        for row, (prompt, ratio) in enumerate(zip(batch.prompts, ratios, strict=True)):
+            replaced[row, prompt.order[: int(ratio * len(prompt.order))]] = True
+            computed = (~prompt.known | replaced[row, : len(prompt)]).nonzero()[:, 0]
+            rows.append(torch.cat([computed, len(prompt) + torch.arange(len(prompt.answer) - 1)]))
+        output, at = self.run_rows(batch, rows, replaced.to(self.lm.device), stored, reader)
+        asked, last = (
+            torch.tensor([[of(prompt)] for prompt in batch.prompts], device=at.device)
+            for of in (lambda prompt: prompt.question_start, lambda prompt: len(prompt) - 1)
+        )
+        hidden = output.last_hidden_state
+        return hidden[(at >= asked) & (at < last)], hidden[at >= last]
 
     def divergence(self, teacher: Tensor, student: Tensor) -> Tensor:
         """Return the KL divergence of each row in nats."""
         expected, found = self.logits(teacher).log_softmax(-1), self.logits(student).log_softmax(-1)
         return (expected.exp() * (expected - found)).sum(-1)
 
-    def loss(self, prompt: TuningPrompt, ratio: float, reader: Weights, writer: Weights) -> Tensor:
-        """Return the loss of a prepared prompt: the answer's rows count four times the question's."""
-        stored = prompt.stored
-        if writer:
-            stored = self.write(prompt, writer)
-            if ratio:
-                prompt.order = self.order(prompt, stored, reader)
-        question, answer = self.read(prompt, stored, ratio, reader)
-        loss = self.divergence(prompt.teacher, answer).mean()
-        if len(question):
-            loss = loss + 0.25 * self.divergence(prompt.question_teacher, question).mean()
-        return loss
+    def loss(self, batch: Batch, ratios: Sequence[float], reader: Weights, writer: Weights) -> Tensor:
+        """Return the loss of a batch: an answer's rows count four times a question's."""
+        stored = self.write(batch, writer)
+        self.choose(batch, stored, reader)
+        question, answer = self.read(batch, stored, ratios, reader)
+        loss = self.mean_divergence([prompt.teacher for prompt in batch.prompts], answer)
+        return loss + 0.25 * self.mean_divergence([prompt.question_teacher for prompt in batch.prompts], question)
+
+    def mean_divergence(self, teachers: Sequence[Tensor], student: Tensor) -> Tensor:
+        """Return the mean over prompts of the mean over their rows."""
+        share = torch.cat([torch.full((len(each),), 1 / len(each)) for each in teachers if len(each)])
+        found = self.divergence(torch.cat(list(teachers)), student)
+        return (found * share.to(found.device)).sum() / len(teachers)
 
 
 def measure(options: Options, run: Run) -> None:
@@ -337,73 +377,59 @@ def measure(options: Options, run: Run) -> None:
         shares(options.ratios),
         sorted(map(int, options.measured.split(","))),
     )
-    with MemoryStore() as store, options.load_engine(store) as engine:
-        lm, prompts = engine.lm, engine.prompts
-        primer = primer_ids([prompts.chunk_ids(text) for text in PRIMER], lm.context_window.tokens)
-        trainer = Trainer(lm, prompts.prefix_ids, primer)
-        held, passages = held_out(options)
-        examples = [e for name in split_names(options.train) for e in read_dataset(options.data_dir / f"{name}.jsonl")]
-        run.begin(about_model(lm), {**machine_conditions(lm), "seed": options.seed, "variants": options.variants})
-        sets = {
-            name: [TuningPrompt.of(prompts, e.question, e.passages, name) for e in each] for name, each in held.items()
-        }
-        chance, pool = random.Random(options.seed + 1), sorted(passages)
-        for task in ("number", "chain"):
-            sets[task] = [task_prompt(prompts, pool, chance, task) for _ in range(max(1, options.size // 2))]
-        for each in sets.values():
-            for start in range(0, len(each), options.batch):
-                trainer.teach(each[start : start + options.batch], options.answer_tokens)
-            for prompt in each:
-                trainer.prepare(prompt)
-        evaluate(trainer, run, ("untuned", 0), sets, ratios, {}, {})
-        adapters = {name: tuple(map(trainer.adapter, VARIANTS[name])) for name in names}
-        for name in read_adapters(options.adapters, adapters) if options.adapters is not None else ():
-            evaluate(trainer, run, (f"{name}, as read", 0), sets, ratios, *adapters[name])
-        rates = dict(zip(names, map(float, options.rates.split(",")), strict=True))
-        steps = {
-            name: torch.optim.AdamW([weight for part in parts for pair in part.values() for weight in pair])
-            for name, parts in adapters.items()
-        }
-        made, done = training_prompts(prompts, examples, passages, options.seed), 0
-        waiting, earlier = list[TuningPrompt](), list[TuningPrompt]()
-        while done < ends[-1]:
-            if not waiting:  # padded to equal lengths, so of similar ones
-                waiting = sorted(islice(made, 8 * options.batch), key=len)
-                waiting = [
-                    prompt
-                    for start in chance.sample(range(0, len(waiting), options.batch), 8)
-                    for prompt in waiting[start : start + options.batch]
-                ]
-            batch, waiting = waiting[: options.batch], waiting[options.batch :]
-            trainer.teach(batch, options.answer_tokens)
-            for prompt in batch if any(not writer for _, writer in adapters.values()) else ():
-                trainer.prepare(prompt)
-            done += len(batch)
-            if options.replayed:
-                for prompt in batch:
-                    prompt.full = []
-                new, batch = batch, [*batch, *chance.sample(earlier, min(options.replayed, len(earlier)))]
-                earlier += new
-            shown = [chance.choice(ratios) for _ in batch]
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape
+    lm = options.load_model()
+    prompts = PromptBuilder(lm.tokenizer, PromptTemplate(), lm.context_window.tokens)
+    primer = primer_ids([prompts.chunk_ids(text) for text in PRIMER], lm.context_window.tokens)
+    trainer = Trainer(lm, prompts.prefix_ids, primer)
+    held, passages = held_out(options)
+    examples = [e for name in split_names(options.train) for e in read_dataset(options.data_dir / f"{name}.jsonl")]
+    run.begin(about_model(lm), {**machine_conditions(lm), "seed": options.seed, "variants": options.variants})
+    sets = {name: [TuningPrompt.of(prompts, e.question, e.passages, name) for e in each] for name, each in held.items()}
+    chance, pool = random.Random(options.seed + 1), sorted(passages)
+    for task in ("number", "chain"):
+        sets[task] = [task_prompt(prompts, pool, chance, task) for _ in range(max(1, options.size // 2))]
+    taught = {
+        name: [
+            trainer.teach(each[start : start + options.batch], options.answer_tokens)
+            for start in range(0, len(each), options.batch)
+        ]
+        for name, each in sets.items()
+    }
+    evaluate(trainer, run, ("untuned", 0), taught, ratios, {}, {})
+    adapters = {name: [trainer.adapter(part, options.rank) for part in VARIANTS[name]] for name in names}
+    for name in read_adapters(options.adapters, adapters) if options.adapters is not None else ():
+        evaluate(trainer, run, (f"{name}, as read", 0), taught, ratios, *adapters[name])
+    rates = dict(zip(names, map(float, options.rates.split(",")), strict=True))
+    steps = {
+        name: torch.optim.AdamW([weight for part in parts for pair in part.values() for weight in pair])
+        for name, parts in adapters.items()
+    }
+    made, done = training_prompts(prompts, examples, passages, options.seed), 0
+    waiting = list[Batch]()
+    while done < ends[-1]:
+        if not waiting:  # padded to equal lengths, so of similar ones
+            some = sorted(islice(made, 8 * options.batch), key=len)
+            waiting = [*trainer.teach(some, options.answer_tokens).parts(options.batch)]
+            chance.shuffle(waiting)
+        batch = waiting.pop()
+        done += len(batch.prompts)
+        shown = [chance.choice(ratios) for _ in batch.prompts]
+        for name, (reader, writer) in adapters.items():
+            loss = trainer.loss(batch, shown, reader, writer)
+            loss.backward()  # type: ignore[no-untyped-call]
+            (group,) = steps[name].param_groups
+            group["lr"] = rates[name] * min(1.0, done / (10 * options.batch)) * max(0.0, 1 - done / ends[-1])
+            torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+            steps[name].step()
+            steps[name].zero_grad()
+            run.add(("step", name, done), {"loss": float(loss.detach()), "at": time.time()})
+        run.progress(done, ends[-1])
+        if any(done - len(batch.prompts) < end <= done for end in ends):
             for name, (reader, writer) in adapters.items():
-                losses = []
-                for prompt, ratio in zip(batch, shown, strict=True):
-                    loss = trainer.loss(prompt, ratio, reader, writer) / len(batch)
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    losses.append(float(loss.detach()))
-                step = steps[name]
-                (group,) = step.param_groups
-                group["lr"] = rates[name] * min(1.0, done / (10 * options.batch)) * (1 - (done - 1) / ends[-1])
-                torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
-                step.step()
-                step.zero_grad()
-                run.add(("step", name, done), {"loss": sum(losses), "at": time.time()})
-            run.progress(done, ends[-1])
-            if any(done - options.batch < end <= done for end in ends):
-                for name, (reader, writer) in adapters.items():
-                    evaluate(trainer, run, (name, done), sets, ratios, reader, writer)
-                if options.adapters is not None:
-                    write_adapters(options.adapters, adapters)
+                evaluate(trainer, run, (name, done), taught, ratios, reader, writer)
+            if options.adapters is not None:
+                write_adapters(options.adapters, adapters)
 
 
 def held_out(options: Options) -> tuple[dict[str, list[Example]], set[str]]:
@@ -422,23 +448,24 @@ def evaluate(
     trainer: Trainer,
     run: Run,
     key: tuple[str, int],
-    sets: Mapping[str, Sequence[TuningPrompt]],
+    sets: Mapping[str, Sequence[Batch]],
     ratios: Sequence[float],
     reader: Weights,
     writer: Weights,
 ) -> None:
     """Record, for each prompt and ratio, the mean and first KL along the answer, and whether the answer is the same."""
-    for name, prompts in sets.items():
+    for name, batches in sets.items():
         figures = dict[float, list[list[float]]]()
-        for prompt in prompts:
-            stored = trainer.write(prompt, writer) if writer else prompt.stored
-            if reader or writer:
-                prompt.order = trainer.order(prompt, stored, reader)
+        for batch in batches:
+            stored = trainer.write(batch, writer)
+            trainer.choose(batch, stored, reader)
             for ratio in ratios:
-                _, answer = trainer.read(prompt, stored, ratio, reader)
-                divergence = trainer.divergence(prompt.teacher, answer)
-                same = (trainer.logits(answer).argmax(-1).cpu() == torch.tensor(prompt.answer)).all()
-                figures.setdefault(ratio, []).append([float(divergence.mean()), float(divergence[0]), float(same)])
+                _, answers = trainer.read(batch, stored, [ratio] * len(batch.prompts), reader)
+                sizes = [len(prompt.answer) for prompt in batch.prompts]
+                for prompt, answer in zip(batch.prompts, torch.split(answers, sizes), strict=True):
+                    divergence = trainer.divergence(prompt.teacher, answer)
+                    same = trainer.logits(answer).argmax(-1).tolist() == prompt.answer
+                    figures.setdefault(ratio, []).append([float(divergence.mean()), float(divergence[0]), float(same)])
         for ratio, found in figures.items():
             run.add(("held out", *key, name, ratio), {"figures": found})
 
@@ -453,7 +480,7 @@ def report(run: Run) -> Report:
     return Report({"rows": rows}, [Table("divergence from full prefill", columns, rows)])
 
 
-def write_adapters(folder: Path, adapters: Mapping[str, tuple[Weights, ...]]) -> None:
+def write_adapters(folder: Path, adapters: Mapping[str, Sequence[Weights]]) -> None:
     """Write each adapter to a safetensors file in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, parts in adapters.items():
@@ -461,7 +488,7 @@ def write_adapters(folder: Path, adapters: Mapping[str, tuple[Weights, ...]]) ->
         save_file(tensors, folder / f"{name}.safetensors")
 
 
-def read_adapters(folder: Path, adapters: Mapping[str, tuple[Weights, ...]]) -> list[str]:
+def read_adapters(folder: Path, adapters: Mapping[str, Sequence[Weights]]) -> list[str]:
     """Fill in the adapters that a folder has; return their names."""
     found = [name for name in adapters if (folder / f"{name}.safetensors").exists()]
     for name in found:

@@ -15,6 +15,7 @@ from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Role
 
 SENTENCE = re.compile(r"(?<=[.!?]) ")
+PROPER_NAME = re.compile(r"[A-Z][a-z]+(?: (?:of |the )?[A-Z][a-z]+)+")
 NAMES = ("Aster", "Birch", "Cedar", "Dahlia", "Elm", "Fern", "Ginkgo", "Hazel", "Iris", "Juniper", "Kestrel", "Lark")
 PEOPLE = ("Amara Okafor", "Lena Brandt", "Tomas Reyes", "Yuki Mori", "Priya Nair", "Jonas Weber", "Sofia Conti")
 PLACES = ("Porto", "Lyon", "Graz", "Bergen", "Gdansk", "Turin", "Leeds", "Ghent", "Malmo", "Basel")
@@ -35,8 +36,6 @@ class TuningPrompt:
         answer: full prefill's greedy answer.
         teacher: `[A, hidden]`, full prefill's last hidden states from which the answer's tokens are chosen.
         question_teacher: `[Q, hidden]`, those of the rows from the question up to the answer.
-        full: full prefill's keys and values of each layer.
-        stored: those of a fused prompt before anything is recomputed.
         order: passage positions, but those of the first passage, by falling attention of the question.
     """
 
@@ -48,8 +47,6 @@ class TuningPrompt:
     answer: list[int] = field(default_factory=list)
     teacher: Tensor = field(default_factory=lambda: torch.empty(0))
     question_teacher: Tensor = field(default_factory=lambda: torch.empty(0))
-    full: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    stored: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @classmethod
@@ -70,7 +67,9 @@ class TuningPrompt:
 def training_prompts(
     prompts: PromptBuilder, examples: Sequence[Example], held_out: set[str], seed: int
 ) -> Iterator[TuningPrompt]:
-    """Yield prompts without end: three of five are datasets' questions, the others tasks; no held-out passage is used.
+    """Yield prompts without end; no held-out passage is used.
+
+    Of ten, four are datasets' questions, three ask about a name in a passage, three are other tasks.
 
     A question stands over its gold passages and others, two to six in all, in any order.
     """
@@ -81,13 +80,13 @@ def training_prompts(
         count = chance.randint(2, MOST_PASSAGES)
         example = chance.choice(examples)
         gold = [example.passages[index] for index in example.supporting if example.passages[index] in pool][:count]
-        if gold and chance.random() < 0.6:
+        if gold and chance.random() < 0.4:
             others = [text for text in chance.sample(pool, count) if text not in gold]
             passages = [*gold, *others[: count - len(gold)]]
             chance.shuffle(passages)
             yield TuningPrompt.of(prompts, example.question, passages, example.dataset)
         else:
-            yield task_prompt(prompts, pool, chance)
+            yield task_prompt(prompts, pool, chance, "about" if chance.random() < 0.5 else "")
 
 
 def task_prompt(prompts: PromptBuilder, pool: Sequence[str], chance: random.Random, only: str = "") -> TuningPrompt:
@@ -129,6 +128,12 @@ def _copy(chance: random.Random, passages: list[str]) -> str:
     return f'Repeat the sentence that begins with "{" ".join(body.split()[:4])}".'
 
 
+def _about(chance: random.Random, passages: list[str]) -> str:
+    body = chance.choice(passages).split("\n")[-1]
+    names = PROPER_NAME.findall(body) or [" ".join(body.split()[:3])]
+    return f"What do the passages say about {chance.choice(names)}?"
+
+
 def _count(chance: random.Random, passages: list[str]) -> str:
     name = chance.choice(NAMES)
     _insert(chance, passages, [f"Project {name} is mentioned here."] * chance.randint(1, len(passages)))
@@ -136,5 +141,5 @@ def _count(chance: random.Random, passages: list[str]) -> str:
 
 
 TASKS: dict[str, Task] = {
-    "number": _number, "compare": _compare, "chain": _chain, "copy": _copy, "count": _count
+    "number": _number, "compare": _compare, "chain": _chain, "copy": _copy, "count": _count, "about": _about
 }  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.questions import Example
-from benchmarks.tune import EVERY, VARIANTS, Trainer, read_adapters, write_adapters
+from benchmarks.tune import EVERY, KV, VARIANTS, Batch, Trainer, read_adapters, write_adapters
 from benchmarks.tuning_prompts import NAMES, TuningPrompt, task_prompt, training_prompts
 from qcfuse_rag import FusionEngine, LanguageModel
 from qcfuse_rag.ingestion.primer import PRIMER, primer_ids
@@ -35,64 +35,75 @@ def trainer(engine: FusionEngine) -> Trainer:
 
 
 @pytest.fixture
-def prompt(engine: FusionEngine, trainer: Trainer) -> TuningPrompt:
-    made = TuningPrompt.of(engine.prompts, QUESTION, PASSAGES, "test")
-    trainer.teach([made, TuningPrompt.of(engine.prompts, QUESTION, PASSAGES[:2], "shorter")], 4)
-    trainer.prepare(made)
-    return made
+def batch(engine: FusionEngine, trainer: Trainer) -> Batch:
+    """Return two prompts of different lengths, with full prefill's answers."""
+    made = [TuningPrompt.of(engine.prompts, QUESTION, PASSAGES[:count], "test") for count in (3, 2)]
+    return trainer.teach(made, 4)
 
 
-def test_rows_of_every_token_give_full_prefills_answer(trainer: Trainer, prompt: TuningPrompt) -> None:
-    question, answer = trainer.read(prompt, prompt.stored, 1.0, {})
-    assert trainer.divergence(prompt.teacher, answer).abs().max() < 1e-4
-    assert trainer.divergence(prompt.question_teacher, question).abs().max() < 1e-4
-    assert len(prompt.teacher) == len(prompt.answer) <= 4
+def stored_caches(trainer: Trainer, batch: Batch) -> KV:
+    """Return stored caches without a writer; the tokens to recompute are chosen over them."""
+    stored = trainer.write(batch, {})
+    trainer.choose(batch, stored, {})
+    return stored
+
+
+def test_rows_of_every_token_give_full_prefills_answer(trainer: Trainer, batch: Batch) -> None:
+    question, answer = trainer.read(batch, stored_caches(trainer, batch), [1.0, 1.0], {})
+    for rows, teacher in ((question, "question_teacher"), (answer, "teacher")):
+        expected = torch.cat([getattr(prompt, teacher) for prompt in batch.prompts])
+        assert trainer.divergence(expected, rows).abs().max() < 1e-4
+    assert all(len(prompt.teacher) == len(prompt.answer) <= 4 for prompt in batch.prompts)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
-def test_the_first_token_is_that_of_auto(
-    engine: FusionEngine, trainer: Trainer, prompt: TuningPrompt, ratio: float
-) -> None:
+def test_the_first_tokens_are_those_of_auto(engine: FusionEngine, trainer: Trainer, batch: Batch, ratio: float) -> None:
     engine.warm(PASSAGES, bases=(FRAMED, PRIMED))
     method = auto(ratio=ratio, guard=False)
-    fused = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=method)
-    _, answer = trainer.read(prompt, prompt.stored, ratio, {})
-    torch.testing.assert_close(trainer.logits(answer[:1])[0], fused.logits, atol=2e-3, rtol=0)
+    _, answers = trainer.read(batch, stored_caches(trainer, batch), [ratio, ratio], {})
+    firsts = [answer[:1] for answer in answers.split([len(prompt.answer) for prompt in batch.prompts])]
+    for count, first in zip((3, 2), firsts, strict=True):
+        fused = engine.prefill(engine.prompt(QUESTION, PASSAGES[:count]), method=method)
+        torch.testing.assert_close(trainer.logits(first)[0], fused.logits, atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ["reader_all", "writer", "both"])
-def test_adapters_learn_and_change_nothing_while_they_are_off(
-    trainer: Trainer, prompt: TuningPrompt, variant: str
-) -> None:
-    reader, writer = map(trainer.adapter, VARIANTS[variant])
+def test_adapters_learn_and_change_nothing_while_they_are_off(trainer: Trainer, batch: Batch, variant: str) -> None:
+    reader, writer = (trainer.adapter(modules, 8) for modules in VARIANTS[variant])
     weights = [weight for part in (reader, writer) for pair in part.values() for weight in pair]
-    step, before = torch.optim.AdamW(weights, 2e-3), float(trainer.loss(prompt, 0.0, {}, {}))
+    step, before = torch.optim.AdamW(weights, 2e-3), float(trainer.loss(batch, [0.0, 0.3], {}, {}))
     losses = []
     for _ in range(12):
-        losses.append(loss := trainer.loss(prompt, 0.0, reader, writer))
+        losses.append(loss := trainer.loss(batch, [0.0, 0.3], reader, writer))
         loss.backward()  # type: ignore[no-untyped-call]
         step.step()
         step.zero_grad()
     assert float(losses[0].detach()) == pytest.approx(before, rel=1e-4)
     assert float(losses[-1].detach()) < 0.7 * before
-    assert float(trainer.loss(prompt, 0.0, {}, {})) == before
+    assert float(trainer.loss(batch, [0.0, 0.3], {}, {})) == before
 
 
-def test_the_tokens_to_recompute_are_chosen_over_the_writers_caches(trainer: Trainer, prompt: TuningPrompt) -> None:
-    _, writer = map(trainer.adapter, VARIANTS["writer"])
-    before = prompt.order
-    trainer.loss(prompt, 0.3, {}, writer)
-    assert torch.equal(prompt.order, before), "a new adapter changes nothing"
+def test_a_batch_in_parts_has_the_same_loss(trainer: Trainer, batch: Batch) -> None:
+    one, other = (float(trainer.loss(part, [0.3], {}, {})) for part in batch.parts(1))
+    assert float(trainer.loss(batch, [0.3, 0.3], {}, {})) == pytest.approx((one + other) / 2, rel=1e-3)
+
+
+def test_the_tokens_to_recompute_are_chosen_over_the_writers_caches(trainer: Trainer, batch: Batch) -> None:
+    stored_caches(trainer, batch)
+    before = [prompt.order for prompt in batch.prompts]
+    writer = trainer.adapter(EVERY, 8)
+    trainer.loss(batch, [0.3, 0.3], {}, writer)
+    assert all(torch.equal(prompt.order, order) for prompt, order in zip(batch.prompts, before, strict=True))
     for _, up in writer.values():
         torch.nn.init.normal_(up)
-    trainer.loss(prompt, 0.3, {}, writer)
-    assert not torch.equal(prompt.order, before)
+    trainer.loss(batch, [0.3, 0.3], {}, writer)
+    assert not torch.equal(batch.prompts[0].order, before[0])
 
 
 def test_adapters_are_read_as_they_were_written(trainer: Trainer, tmp_path: Path) -> None:
-    adapters = {"both": tuple(map(trainer.adapter, VARIANTS["both"]))}
+    adapters = {"both": [trainer.adapter(modules, 8) for modules in VARIANTS["both"]]}
     write_adapters(tmp_path, adapters)
-    fresh = {"both": tuple(map(trainer.adapter, VARIANTS["both"]))}
+    fresh = {"both": [trainer.adapter(modules, 8) for modules in VARIANTS["both"]]}
     read_adapters(tmp_path, fresh)
     for old, new in zip(adapters["both"], fresh["both"], strict=True):
         assert old.keys() == new.keys()
