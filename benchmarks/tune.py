@@ -74,6 +74,7 @@ class Options(ModelOptions):
     batch: Annotated[int, Option(min=1, help="Prompts of a step.")] = 4
     rank: Annotated[int, Option(min=1, help="Rank of the adapters.")] = 8
     answer_tokens: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 24
+    seconds: Annotated[float, Option(help="Most seconds of the training; the rate has fallen to zero then.")] = math.inf
     adapters: Annotated[Path | None, Option(help="Folder for the adapters, in which a later run finds them.")] = None
     seed: Annotated[int, Option(help="Seed of prompts and adapters.")] = 1
 
@@ -406,26 +407,27 @@ def measure(options: Options, run: Run) -> None:
         for name, parts in adapters.items()
     }
     made, done = training_prompts(prompts, examples, passages, options.seed), 0
-    waiting = list[Batch]()
-    while done < ends[-1]:
+    waiting, began, passed = list[Batch](), time.monotonic(), 0.0
+    while passed < 1 and ends[-1]:
         if not waiting:  # padded to equal lengths, so of similar ones
             some = sorted(islice(made, 8 * options.batch), key=len)
             waiting = [*trainer.teach(some, options.answer_tokens).parts(options.batch)]
             chance.shuffle(waiting)
         batch = waiting.pop()
         done += len(batch.prompts)
+        passed = min(1.0, max(done / ends[-1], (time.monotonic() - began) / options.seconds))
         shown = [chance.choice(ratios) for _ in batch.prompts]
         for name, (reader, writer) in adapters.items():
             loss = trainer.loss(batch, shown, reader, writer)
             loss.backward()  # type: ignore[no-untyped-call]
             (group,) = steps[name].param_groups
-            group["lr"] = rates[name] * min(1.0, done / (10 * options.batch)) * max(0.0, 1 - done / ends[-1])
+            group["lr"] = rates[name] * min(1.0, done / (10 * options.batch)) * (1 - passed)
             torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
             steps[name].step()
             steps[name].zero_grad()
             run.add(("step", name, done), {"loss": float(loss.detach()), "at": time.time()})
         run.progress(done, ends[-1])
-        if any(done - len(batch.prompts) < end <= done for end in ends):
+        if passed == 1 or any(done - len(batch.prompts) < end <= done for end in ends):
             for name, (reader, writer) in adapters.items():
                 evaluate(trainer, run, (name, done), taught, ratios, reader, writer)
             if options.adapters is not None:
