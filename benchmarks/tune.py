@@ -49,8 +49,9 @@ VARIANTS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "reader_all": (EVERY, ()),
     "writer": ((), EVERY),
     "both": (EVERY, EVERY),
+    "shared": (EVERY, EVERY),
 }
-"""Modules of the reader and of the writer."""
+"""Modules of the reader and of the writer; `shared` is one adapter, on for whatever is computed."""
 
 KV = list[tuple[Tensor, Tensor]]
 Weights = dict[str, tuple[nn.Parameter, nn.Parameter]]
@@ -167,12 +168,10 @@ class Trainer:
                 self.linears[name] = module.in_features, module.out_features
                 parent, _, child = name.rpartition(".")
                 setattr(self.model.get_decoder().get_submodule(parent), child, AdaptedLinear(module, name, self.switch))
-        self.front: KV = []
+        self.front_ids = torch.tensor([[*prefix, *primer]])
+        self.front_tokens = self.front_ids.shape[1]
         with torch.no_grad():
-            ids = torch.tensor([[*prefix, *primer]])
-            causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-            self.front = self.run(ids, torch.arange(ids.shape[1])[None], None, causal)[1]
-        self.front_tokens = ids.shape[1]
+            self.front = self.prefill(self.front_ids, {})
 
     @contextmanager
     def using(self, adapter: Weights) -> Iterator[None]:
@@ -214,6 +213,13 @@ class Trainer:
         )
         return output, [layer.fresh for layer in layers]
 
+    def prefill(self, ids: Tensor, adapter: Weights) -> KV:
+        """Return the keys and values of `[B, T]` ids at the beginning of a prompt."""
+        length = ids.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        with self.using(adapter):
+            return self.run(ids, torch.arange(length).expand(len(ids), -1), None, causal)[1]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return `[N, vocabulary]` float32 logits of `[N, hidden]`."""
         logits: Tensor = self.model.get_output_embeddings()(hidden)
@@ -251,8 +257,18 @@ class Trainer:
             prompt.question_teacher = hidden[row, prompt.question_start : len(prompt) - 1].clone()
         return Batch(list(prompts), full)
 
-    def write(self, batch: Batch, writer: Weights) -> KV:
+    def write(self, batch: Batch, writer: Weights, reader: Weights) -> KV:
         """Return the prompts' stored keys and values: those of first passages are exact, the others primed."""
+        before, exact = self.front, [prompt.chunks[0][1] for prompt in batch.prompts]
+        begun = batch.full
+        if writer and writer is reader:
+            firsts = [torch.tensor(prompt.ids[:stop]) for prompt, stop in zip(batch.prompts, exact, strict=True)]
+            before = self.prefill(self.front_ids, writer)
+            rest = (0, 0, 0, batch.known.shape[1] - max(exact))
+            begun = [
+                (F.pad(keys, rest), F.pad(values, rest))
+                for keys, values in self.prefill(pad_sequence(firsts, batch_first=True), writer)
+            ]
         spans = [(row, *span) for row, prompt in enumerate(batch.prompts) for span in prompt.chunks[1:]]
         width, front, device = max(stop - start for _, start, stop in spans), self.front_tokens, self.lm.device
         ids = torch.tensor(
@@ -260,17 +276,17 @@ class Trainer:
         )
         seen = torch.ones(width, front + width, dtype=torch.bool).tril(front)
         with self.using(writer):
-            _, fresh = self.run(ids, (front + torch.arange(width)).expand(len(spans), -1), self.front, seen)
+            _, fresh = self.run(ids, (front + torch.arange(width)).expand(len(spans), -1), before, seen)
         rows, starts, stops = torch.tensor(spans, device=device).unbind(1)
         passage = torch.repeat_interleave(torch.arange(len(spans), device=device), stops - starts)
         token = torch.cat([torch.arange(stop - start, device=device) for _, start, stop in spans])
-        exact = torch.tensor([prompt.chunks[0][1] for prompt in batch.prompts], device=device)
-        exact = (torch.arange(batch.known.shape[1], device=device) < exact[:, None])[:, None, :, None]
+        places = torch.arange(batch.known.shape[1], device=device)
+        first = (places < torch.tensor(exact, device=device)[:, None])[:, None, :, None]
         placed = []
         for layer, parts in enumerate(fresh):
             keys, values = (part[passage, :, token] for part in parts)
             keys = self.lm.ropes[layer].rotated(keys.transpose(0, 1), starts[passage] - front).transpose(0, 1)
-            whole = [torch.where(exact, full, 0) for full in batch.full[layer]]  # a gap has rows of its own
+            whole = [torch.where(first, each, 0) for each in begun[layer]]  # a gap has rows of its own
             for each, moved in zip(whole, (keys, values), strict=True):
                 each[rows[passage], :, starts[passage] + token] = moved
             placed.append((whole[0], whole[1]))
@@ -353,7 +369,7 @@ class Trainer:
 
     def loss(self, batch: Batch, ratios: Sequence[float], reader: Weights, writer: Weights) -> Tensor:
         """Return the loss of a batch: an answer's rows count four times a question's."""
-        stored = self.write(batch, writer)
+        stored = self.write(batch, writer, reader)
         self.choose(batch, stored, reader)
         question, answer = self.read(batch, stored, ratios, reader)
         loss = self.mean_divergence([prompt.teacher for prompt in batch.prompts], answer)
@@ -399,11 +415,13 @@ def measure(options: Options, run: Run) -> None:
     }
     evaluate(trainer, run, ("untuned", 0), taught, ratios, {}, {})
     adapters = {name: [trainer.adapter(part, options.rank) for part in VARIANTS[name]] for name in names}
+    for name in adapters.keys() & {"shared"}:
+        adapters[name][1] = adapters[name][0]
     for name in read_adapters(options.adapters, adapters) if options.adapters is not None else ():
         evaluate(trainer, run, (f"{name}, as read", 0), taught, ratios, *adapters[name])
     rates = dict(zip(names, map(float, options.rates.split(",")), strict=True))
     steps = {
-        name: torch.optim.AdamW([weight for part in parts for pair in part.values() for weight in pair])
+        name: torch.optim.AdamW([*dict.fromkeys(weight for part in parts for pair in part.values() for weight in pair)])
         for name, parts in adapters.items()
     }
     made, done = training_prompts(prompts, examples, passages, options.seed), 0
@@ -459,7 +477,7 @@ def evaluate(
     for name, batches in sets.items():
         figures = dict[float, list[list[float]]]()
         for batch in batches:
-            stored = trainer.write(batch, writer)
+            stored = trainer.write(batch, writer, reader)
             trainer.choose(batch, stored, reader)
             for ratio in ratios:
                 _, answers = trainer.read(batch, stored, [ratio] * len(batch.prompts), reader)

@@ -43,7 +43,7 @@ def batch(engine: FusionEngine, trainer: Trainer) -> Batch:
 
 def stored_caches(trainer: Trainer, batch: Batch) -> KV:
     """Return stored caches without a writer; the tokens to recompute are chosen over them."""
-    stored = trainer.write(batch, {})
+    stored = trainer.write(batch, {}, {})
     trainer.choose(batch, stored, {})
     return stored
 
@@ -67,11 +67,13 @@ def test_the_first_tokens_are_those_of_auto(engine: FusionEngine, trainer: Train
         torch.testing.assert_close(trainer.logits(first)[0], fused.logits, atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("variant", ["reader_all", "writer", "both"])
+@pytest.mark.parametrize("variant", ["reader_all", "writer", "both", "shared"])
 def test_adapters_learn_and_change_nothing_while_they_are_off(trainer: Trainer, batch: Batch, variant: str) -> None:
     reader, writer = (trainer.adapter(modules, 8) for modules in VARIANTS[variant])
-    weights = [weight for part in (reader, writer) for pair in part.values() for weight in pair]
-    step, before = torch.optim.AdamW(weights, 2e-3), float(trainer.loss(batch, [0.0, 0.3], {}, {}))
+    if variant == "shared":
+        writer = reader
+    weights = dict.fromkeys(weight for part in (reader, writer) for pair in part.values() for weight in pair)
+    step, before = torch.optim.AdamW([*weights], 2e-3), float(trainer.loss(batch, [0.0, 0.3], {}, {}))
     losses = []
     for _ in range(12):
         losses.append(loss := trainer.loss(batch, [0.0, 0.3], reader, writer))
