@@ -81,7 +81,7 @@ def test_adapters_learn_and_change_nothing_while_they_are_off(trainer: Trainer, 
         step.step()
         step.zero_grad()
     assert float(losses[0].detach()) == pytest.approx(before, rel=1e-4)
-    assert float(losses[-1].detach()) < 0.7 * before
+    assert float(losses[-1].detach()) < 0.9 * before
     assert float(trainer.loss(batch, [0.0, 0.3], {}, {})) == before
 
 
