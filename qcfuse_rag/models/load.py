@@ -36,6 +36,7 @@ from transformers import (
 )
 from transformers.quantizers.auto import AutoQuantizationConfig
 
+import qcfuse_rag
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 from qcfuse_rag.models.cpu_weights import fastest_cpu_format, pack_float16, pack_linears
 from qcfuse_rag.models.fingerprint import hash_weights
@@ -282,9 +283,8 @@ def _hash_once(model: PreTrainedModel, files: FileState | None, dtype: Any) -> s
     if getattr(model, "hf_quantizer", None) is not None:  # transformers may quantise the weights as it loads
         return hash_weights(model)
     settings = {
-        "architecture": type(model).__name__,
-        "dtype": f"{model.dtype}, asked for {dtype}",
-        "versions": ", ".join(f"{name} {version(name)}" for name in ("qcfuse-rag", "torch", "transformers", "gguf")),
+        "model": f"{type(model).__name__}, {model.dtype}, asked for {dtype}",
+        "versions": ", ".join((qcfuse_rag.__version__, *map(version, ("torch", "transformers", "gguf")))),
     }
     return hash_once(files, settings, lambda: hash_weights(model))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import operator
 import sys
 import time
 import traceback
@@ -25,9 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch.nn import functional
 
-from benchmarks import kernel_floors
 from benchmarks import speed as speed_measurement
 from benchmarks.floors import random_model
 from benchmarks.runner import Run, execute
@@ -41,7 +40,6 @@ from qcfuse_rag.fusion.method import BreakEven
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.template import PromptTemplate
-from qcfuse_rag.runtime.attention.dispatch import chosen_backends
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernel_errors
 from qcfuse_rag.runtime.runner import ModelRunner
@@ -62,6 +60,7 @@ class Check:
         out: file of the results; further files go beside it.
         model: a real model; None for the default one.
         contexts: tokens of the prompts of `speed`.
+        device: of `answers`; all else needs a GPU.
         results: by step.
     """
 
@@ -69,6 +68,7 @@ class Check:
     out: Path
     model: str | None = None
     contexts: tuple[int, ...] = (4096, 10240, 32768)
+    device: str = "cuda"
     results: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -110,30 +110,18 @@ class Check:
 
 
 def versions(check: Check) -> dict[str, Any]:
-    """Name device and versions, and time attention of a new shape: a backend that plans shows here."""
+    """Name device and versions."""
     import triton
 
-    device = torch.device("cuda", 0)
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device),
-        "capability": torch.cuda.get_device_capability(device),
+    return {
+        "device": torch.cuda.get_device_name(),
+        "capability": torch.cuda.get_device_capability(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
-    dtype, rows = torch.bfloat16, 1000
-    for place, chosen in enumerate((False, True)):
-        query, key = (torch.randn(1, heads, rows + 8 * place, 64, device=device, dtype=dtype) for heads in (32, 8))
-        for time_ in ("first", "second"):
-            with ExitStack() as stack:
-                if chosen:
-                    stack.enter_context(chosen_backends(device))
-                options = {"is_causal": True, "enable_gqa": True}
-                call = lambda: functional.scaled_dot_product_attention(query, key, key, **options)  # noqa: B023, E731
-                found[f"attention, {'chosen' if chosen else 'default'} backend, {time_} call, s"] = _seconds(call)
-    return found
 
 
 def kernels(check: Check) -> dict[str, Any]:
@@ -160,6 +148,18 @@ def engine(check: Check) -> dict[str, Any]:
     from tests.gpu.engine_check import measure_engine
 
     return {dtype: measure_engine(_real_model(check), "cuda", dtype) for dtype in ("bfloat16", "float32", "float16")}
+
+
+def answers(check: Check) -> dict[str, Any]:
+    """Write the ids of a real model's answers beside the results, to be compared with another device's."""
+    from tests.gpu.engine_check import answer_ids
+
+    found = {}
+    for dtype in ("float32", "bfloat16")[: 1 if check.device == "cpu" else 2]:
+        ids = answer_ids(_real_model(check), check.device, dtype)
+        write_atomically(check.out.parent / f"answers-{dtype}.json", json.dumps(ids))
+        found[dtype] = {name: sum(map(operator.eq, ids[name], ids["full"])) for name in ids}
+    return {"full prefill's answers": found}
 
 
 def _real_model(check: Check) -> str:
@@ -288,14 +288,6 @@ def arrivals(check: Check) -> dict[str, Any]:
     return measure_arrivals(check.lm, 4096, 16, 64, 8.0)
 
 
-def floors(check: Check) -> dict[str, Any]:
-    """Time the kernels beside torch and lower bounds."""
-    options = kernel_floors.Options(shape=check.shape)
-    run, out = Run("kernel-floors"), check.out.parent / "floors.json"
-    execute(run, lambda run: kernel_floors.measure(options, run), kernel_floors.report, str(out))
-    return dict(kernel_floors.report(run).summary)
-
-
 def speed(check: Check) -> dict[str, Any]:
     """Run `python -m benchmarks speed`; its result is written as it comes."""
     options = speed_measurement.Options(
@@ -310,24 +302,6 @@ def speed(check: Check) -> dict[str, Any]:
     measure = speed_measurement.measure_model
     execute(run, lambda run: measure(check.lm, options, run), speed_measurement.report, str(out))
     return dict(speed_measurement.report(run).summary)
-
-
-def profile(check: Check) -> dict[str, Any]:
-    """Profile a fused prefill; the table and the trace show gaps, launches and copies."""
-    from torch.profiler import ProfilerActivity
-
-    lm, method, store = check.lm, make_method("auto", ratio=0.05), MemoryStore(UNLIMITED, pinned=True)
-    prompt = random_prompt(lm, 10240, 512, torch.Generator().manual_seed(1))
-    fill(lm, [store], prompt, [method])
-    runner = check.runner.with_store(store)
-    for _ in range(2):
-        fuse_prompt(runner, prompt, method.unguarded)
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        report = fuse_prompt(runner, prompt, method.unguarded).report
-    profiled.export_chrome_trace(str(check.out.parent / "prefill.trace.json.gz"))
-    table = profiled.key_averages().table(sort_by="device_time_total", row_limit=25)
-    (check.out.parent / "profile.txt").write_text(table)
-    return {"stages, s": report.timings.stages, "files": ["profile.txt", "prefill.trace.json.gz"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +320,7 @@ STEPS = (
     Step(weights_real, 60),
     Step(layers, 70),
     Step(engine, 45),
+    Step(answers, 40),
     Step(checkpoints, 60),
     Step(loading, 80),
     Step(prefetching, 15),
@@ -353,8 +328,6 @@ STEPS = (
     Step(recorded, 30),
     Step(arrivals, 60),
     Step(speed, 130),
-    Step(floors, 60),
-    Step(profile, 15),
 )
 
 
@@ -366,13 +339,14 @@ def main() -> int:
     parser.add_argument("--model", help="a real model; the default model if none is named")
     parser.add_argument("--steps", default=",".join(step.run.__name__ for step in STEPS))
     parser.add_argument("--contexts", default="4096,10240,32768", help="tokens of the prompts of `speed`")
+    parser.add_argument("--device", default="cuda", help="device of `answers`; all else needs a GPU")
     parser.add_argument("--seconds", type=float, default=385)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="  %(message)s")
     logging.getLogger("qcfuse_rag").setLevel(logging.INFO)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     contexts = tuple(map(int, options.contexts.split(",")))
-    check = Check(options.shape, options.out, options.model, contexts)
+    check = Check(options.shape, options.out, options.model, contexts, options.device)
     end = time.perf_counter() + options.seconds
     return _run_steps(check, options.steps.split(","), end)
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from qcfuse_rag import FusionEngine, Prompt, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.bundled import corpus, questions
 from qcfuse_rag.engine.scheduler import Scheduler
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.prefix_cache import common_length
+from qcfuse_rag.store.backends.memory import UNLIMITED
 
 PARAMS, REQUESTS, DOCUMENTS = SamplingParams(max_new_tokens=32), 8, 4
 METHODS = {
@@ -22,6 +23,31 @@ METHODS = {
     "reuse": make_method("reuse"),
     "auto, 5 %": make_method("auto", ratio=0.05),
 }
+ANSWERED = {
+    "full": make_method("full"),
+    "auto, 5 %": make_method("auto", ratio=0.05).unguarded,
+    "auto, 15 %": make_method("auto", ratio=0.15).unguarded,
+}
+
+
+def answer_ids(model: str, device: str, dtype: str) -> dict[str, list[list[int]]]:
+    """Return the ids of answers to all questions by method, so that those of two devices can be compared.
+
+    Nothing depends on time: there are no guards, and no answer takes the beginning of another.
+    """
+    texts = corpus()
+    others = list(texts)[:DOCUMENTS]
+    named = [dict.fromkeys([*item.documents, *others]) for item in questions()]
+    asked = [(item.question, [texts[name] for name in names]) for item, names in zip(questions(), named, strict=True)]
+    options = {"device": device, "dtype": dtype, "weights": "model", "prefix_bytes": 0}
+    store = MemoryStore(UNLIMITED)
+    with FusionEngine.load(model, store=store, method=ANSWERED["auto, 5 %"], verdict="ignore", **options) as engine:
+        engine.warm(text for _, passages in asked for text in passages)
+        prompts = [engine.prompt(question, passages) for question, passages in asked]
+        return {
+            name: [list(engine.generate(prompt, PARAMS, method=method).ids) for prompt in prompts]
+            for name, method in ANSWERED.items()
+        }
 
 
 def measure_engine(model: str, device: str, dtype: str) -> dict[str, Any]:
