@@ -266,9 +266,11 @@ def layers(check: Check) -> dict[str, Any]:
 def checkpoints(check: Check) -> dict[str, Any]:
     """Load checkpoints that transformers has quantised."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    measure = partial(weights_check.measure_checkpoint, _real_model(check))
-    settings = weights_check.checkpoint_settings().items()
-    return check.measure_each("checkpoints", {name: partial(measure, of) for name, of in settings})
+    with TemporaryDirectory() as folder:
+        weights_check.save_plain(_real_model(check), Path(folder))
+        measure = partial(weights_check.measure_checkpoint, Path(folder))
+        settings = weights_check.checkpoint_settings().items()
+        return check.measure_each("checkpoints", {name: partial(measure, of) for name, of in settings})
 
 
 def healing_real(check: Check) -> dict[str, Any]:

@@ -78,15 +78,15 @@ def measure_arrivals(
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     name = runner_lm.model.config._attn_implementation
     try:
-        for turn in ("first", "second"):
+        runner_lm.model.set_attn_implementation("sdpa")
+        for asked in (inputs[:1], inputs):  # the first is slower
             began = time.perf_counter()
-            runner_lm.model.set_attn_implementation("sdpa")
             out = runner_lm.model.generate_batch(
-                inputs=inputs, generation_config=config, continuous_batching_config=ContinuousBatchingConfig()
+                inputs=asked, generation_config=config, continuous_batching_config=ContinuousBatchingConfig()
             )
             elapsed = time.perf_counter() - began
-            count = sum(len(answer.generated_tokens) for answer in out.values())
-            found[f"transformers, {turn} time"] = {"s": elapsed, "tokens a second": count / elapsed}
+        count = sum(len(answer.generated_tokens) for answer in out.values())
+        found["transformers, all at once"] = {"s": elapsed, "tokens a second": count / elapsed}
     except Exception as error:  # of a library whose interface changes
         found["transformers"] = f"{type(error).__name__}: {error}"
     finally:

@@ -47,9 +47,7 @@ GB = 1e9
 
 def measure_shape(shape: str, weights: str, device: str | None = None, context: int = CONTEXT) -> dict[str, Any]:
     """Measure a shape with random weights in a format."""
-    lm = random_model(shape, device=device, weights=weights)
-    products = {rows: _product_ms(lm, rows) for rows in (1, 8, 32, 128, 512, 2048)}
-    return {"product of one weight, ms": products, **measure_speed(lm, context)}
+    return measure_speed(random_model(shape, device=device, weights=weights), context)
 
 
 def measure_layers(model_type: str, sizes: dict[str, Any], device: str = "cuda", context: int = 4096) -> dict[str, Any]:
@@ -99,15 +97,6 @@ def measure_speed(lm: LanguageModel, context: int) -> dict[str, Any]:
     return found
 
 
-@torch.inference_mode()
-def _product_ms(lm: LanguageModel, rows: int) -> float:
-    """Time the products of some rows with the gate of each layer, by the library; milliseconds a layer."""
-    linears = [layer.mlp.gate_proj for layer in lm.model.get_decoder().layers]
-    given = torch.randn(1, rows, linears[0].in_features, device=lm.device, dtype=lm.dtype)
-    times = [seconds(lm, lambda: [linear(given) for linear in linears]) for _ in range(REPEATS)]
-    return 1000 * median(times) / len(linears)
-
-
 def measure_model(model: str, prompts: Sequence[tuple[str, Sequence[str]]], weights: str) -> dict[str, Any]:
     """Compare full prefill by a real model in a format with that in bfloat16, along its answers: nats a token."""
     found: dict[str, Any] = {}
@@ -132,22 +121,26 @@ def measure_model(model: str, prompts: Sequence[tuple[str, Sequence[str]]], weig
     return found
 
 
-def measure_checkpoint(model: str, settings: Any, device: str = "cuda") -> dict[str, Any]:
-    """Save a real model as transformers quantises it, load that checkpoint, and check it as an engine does."""
+def save_plain(model: str, folder: Path) -> None:
+    """Save a real model in bfloat16, not quantised."""
     source, options = model_source(model)
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, **options)
+    del plain.config.quantization_config
+    plain.hf_quantizer = None
+    for part in (plain, AutoTokenizer.from_pretrained(source, **options)):
+        part.save_pretrained(folder)
+
+
+def measure_checkpoint(plain: Path, settings: Any, device: str = "cuda") -> dict[str, Any]:
+    """Save a model as transformers quantises it, load that checkpoint, and check it as an engine does."""
     with TemporaryDirectory() as folder:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, **options)
-        del plain.config.quantization_config
-        plain.hf_quantizer = None
-        plain.save_pretrained(Path(folder) / "plain")
         quantized = AutoModelForCausalLM.from_pretrained(
-            Path(folder) / "plain", dtype=torch.bfloat16, quantization_config=settings, device_map={"": device}
+            plain, dtype=torch.bfloat16, quantization_config=settings, device_map={"": device}
         )
-        for part in (quantized, tokenizer):
-            part.save_pretrained(Path(folder) / "quantized")
-        del plain, quantized
-        lm = LanguageModel.load(str(Path(folder) / "quantized"), device=device)
+        for part in (quantized, AutoTokenizer.from_pretrained(plain)):
+            part.save_pretrained(folder)
+        del quantized
+        lm = LanguageModel.load(folder, device=device)
         exact = measure_exactness(lm)
         found: dict[str, Any] = {"exact": exact.passed, "all rows": exact.all_rows, "allowed": exact.tolerance}
         if device == "cuda":
