@@ -69,7 +69,8 @@ def _method(ratio: float) -> Method:
 
 
 def _over_a_passage(runner: ModelRunner, prompts: PromptBuilder) -> ModelRunner:
-    lm, store, text = runner.lm, MemoryStore(kv_dtype=runner.store.kv_dtype), prompts.chunk_ids(PRIMER[0])
+    lm, text = runner.lm, prompts.chunk_ids(PRIMER[0])
+    store = MemoryStore(kv_dtype=runner.store.kv_dtype, pinned=lm.device.type == "cuda")  # as an engine's memory
     WarmJob(PrefillTarget(lm, store, prompts.prefix_ids or text[:1]), [text[:TOKENS]], bases=(FRAMED,)).run()
     return runner.with_store(store)
 

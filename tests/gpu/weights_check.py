@@ -85,6 +85,7 @@ def measure_speed(lm: LanguageModel, context: int) -> dict[str, Any]:
         fuse_prompt(runner, prompt, method)
         times = [fuse_prompt(runner, prompt, method).report.timings.ttft_s for _ in range(repeats)]
         found[f"first token, {name}, ms"] = 1000 * median(times)
+    found["guard"] = fuse_prompt(runner, prompt, make_method("auto", ratio=0.05)).report.fallback or "fuses"
     prefilled = fuse_prompt(runner, prompt, FUSED, answer_tokens=16)
     if on_cuda:
         found["peak with a prompt, GB"] = torch.cuda.max_memory_allocated() / GB
