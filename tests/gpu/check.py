@@ -147,7 +147,10 @@ def engine(check: Check) -> dict[str, Any]:
     """Answer questions with a real model, as users do."""
     from tests.gpu.engine_check import measure_engine
 
-    return {dtype: measure_engine(_real_model(check), "cuda", dtype) for dtype in ("bfloat16", "float32", "float16")}
+    measure = partial(measure_engine, _real_model(check), "cuda")
+    return check.measure_each(
+        "engine", {dtype: partial(measure, dtype) for dtype in ("bfloat16", "float32", "float16")}
+    )
 
 
 def answers(check: Check) -> dict[str, Any]:
