@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 """Modules of the reader and of the writer; `shared` is one adapter, on for whatever is computed."""
 
 KV = list[tuple[Tensor, Tensor]]
-Weights = dict[str, tuple[nn.Parameter, nn.Parameter]]
+Weights = Mapping[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ class Options(ModelOptions):
     variants: Annotated[str, Option(help=f"Adapters, with commas: {', '.join(VARIANTS)}.")] = "reader_q,reader_all,both"
     rates: Annotated[str, Option(help="Learning rate of each adapter, with commas.")] = "1e-4,5e-5,7e-5"
     measured: Annotated[
-        str, Option(help="Numbers of prompts after which to measure; the last ends it, 0 trains nothing.")
-    ] = "250,500"
+        str, Option(help="Numbers of prompts after which to measure; the last ends it. 0 is the untuned model.")
+    ] = "0,250,500"
     ratios: Annotated[str, Option(help="Shares to recompute, with commas.")] = "0,.05,.15"
     batch: Annotated[int, Option(min=1, help="Prompts of a step.")] = 4
     rank: Annotated[int, Option(min=1, help="Rank of the adapters.")] = 8
@@ -92,8 +92,8 @@ class AdaptedLinear(nn.Module):
         output: Tensor = self.linear(hidden)
         if (pair := self.switch[-1].get(self.name)) is None:
             return output
-        down, up = (weights.to(hidden.dtype) for weights in pair)
-        return output + SCALE * F.linear(F.linear(hidden, down), up)
+        low = F.linear(hidden, pair[0]).flatten(0, -2)
+        return torch.addmm(output.flatten(0, -2), low, pair[1].T, alpha=SCALE).view_as(output)
 
 
 class BehindLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -159,7 +159,7 @@ class Trainer:
     def __init__(self, lm: LanguageModel, prefix: Sequence[int], primer: Sequence[int]) -> None:
         self.model = stock_model(lm)  # gradients do not flow through packed weights
         self.model.set_attn_implementation(lm.stock_attention)
-        self.lm, self.prefix_tokens, self.switch = lm, len(prefix), [Weights()]
+        self.lm, self.switch = lm, list[Weights]([{}])
         self.linears = dict[str, tuple[int, int]]()
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
@@ -193,6 +193,16 @@ class Trainer:
             for name, (width, height) in self.linears.items()
             if name.rpartition(".")[2] in modules
         }
+
+    def cast(self, adapter: Weights) -> Weights:
+        """Return an adapter in the model's dtype; one operation casts all of it, and gradients flow through."""
+        weights = [weight for pair in adapter.values() for weight in pair]
+        if not weights:
+            return {}
+        flat = torch.cat([weight.flatten() for weight in weights]).to(self.lm.dtype)
+        parts = torch.split(flat, [weight.numel() for weight in weights])
+        cast = [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
+        return dict(zip(adapter, zip(cast[::2], cast[1::2], strict=True), strict=True))
 
     def run(self, ids: Tensor, positions: Tensor, fixed: KV | None, seen: Tensor, **options: Any) -> tuple[Any, KV]:
         """Run `[B, R]` ids behind fixed keys and values; `seen` is `[R, P + R]`, or with more axes in front.
@@ -369,6 +379,8 @@ class Trainer:
 
     def loss(self, batch: Batch, ratios: Sequence[float], reader: Weights, writer: Weights) -> Tensor:
         """Return the loss of a batch: an answer's rows count four times a question's."""
+        shared, reader = writer is reader, self.cast(reader)
+        writer = reader if shared else self.cast(writer)
         stored = self.write(batch, writer, reader)
         self.choose(batch, stored, reader)
         question, answer = self.read(batch, stored, ratios, reader)
@@ -413,7 +425,8 @@ def measure(options: Options, run: Run) -> None:
         ]
         for name, each in sets.items()
     }
-    evaluate(trainer, run, ("untuned", 0), taught, ratios, {}, {})
+    if 0 in ends:
+        evaluate(trainer, run, ("untuned", 0), taught, ratios, {}, {})
     adapters = {name: [trainer.adapter(part, options.rank) for part in VARIANTS[name]] for name in names}
     for name in adapters.keys() & {"shared"}:
         adapters[name][1] = adapters[name][0]
@@ -446,10 +459,10 @@ def measure(options: Options, run: Run) -> None:
             run.add(("step", name, done), {"loss": float(loss.detach()), "at": time.time()})
         run.progress(done, ends[-1])
         if passed == 1 or any(done - len(batch.prompts) < end <= done for end in ends):
-            for name, (reader, writer) in adapters.items():
-                evaluate(trainer, run, (name, done), taught, ratios, reader, writer)
             if options.adapters is not None:
                 write_adapters(options.adapters, adapters)
+            for name, (reader, writer) in adapters.items():
+                evaluate(trainer, run, (name, done), taught, ratios, reader, writer)
 
 
 def held_out(options: Options) -> tuple[dict[str, list[Example]], set[str]]:
@@ -474,6 +487,8 @@ def evaluate(
     writer: Weights,
 ) -> None:
     """Record, for each prompt and ratio, the mean and first KL along the answer, and whether the answer is the same."""
+    shared, reader = writer is reader, trainer.cast(reader)
+    writer = reader if shared else trainer.cast(writer)
     for name, batches in sets.items():
         figures = dict[float, list[list[float]]]()
         for batch in batches:
@@ -518,7 +533,7 @@ def read_adapters(folder: Path, adapters: Mapping[str, Sequence[Weights]]) -> li
     return found
 
 
-def _weights(parts: Sequence[Weights]) -> Iterator[tuple[str, str, str, nn.Parameter]]:
+def _weights(parts: Sequence[Weights]) -> Iterator[tuple[str, str, str, Tensor]]:
     for role, adapter in zip(("reader", "writer"), parts, strict=True):
         for at, pair in adapter.items():
             for side, weight in zip(("down", "up"), pair, strict=True):
