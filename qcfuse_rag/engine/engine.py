@@ -417,14 +417,14 @@ class FusionEngine:
         """Do now what the first request of a process would wait for; return the seconds it took.
 
         Kernels are compiled and compared with their references, the first passes of the process are made, passes and
-        decode steps are recorded on a GPU, and the costs are measured that the method's guard decides by, if the store
-        holds something to measure loading by. `load` calls it on a GPU; elsewhere, call it before the first request.
+        decode steps are recorded on a GPU, and the costs are measured that the method's guard decides by; those of
+        loading only if the store holds something. `load` calls it on a GPU; elsewhere call it before the first request.
         """
         started = time.perf_counter()
         run_first_passes(self.runner, self.prompts)
         self.runner.compile()
         self.runner.costs.recorded_pass_s = measure_recorded_pass(self.runner, self.prompts)
-        if self.method.guard is not None and any(tier.entries for tier in self.store.stats()):
+        if self.method.guard is not None:
             self.runner.costs()
         return time.perf_counter() - started
 

@@ -70,9 +70,9 @@ def _method(ratio: float) -> Method:
 
 def _over_a_passage(runner: ModelRunner, prompts: PromptBuilder) -> ModelRunner:
     lm, text = runner.lm, prompts.chunk_ids(PRIMER[0])
-    store = MemoryStore(kv_dtype=runner.store.kv_dtype, pinned=lm.device.type == "cuda")  # as an engine's memory
-    WarmJob(PrefillTarget(lm, store, prompts.prefix_ids or text[:1]), [text[:TOKENS]], bases=(FRAMED,)).run()
-    return runner.with_store(store)
+    here = runner.with_store(MemoryStore(kv_dtype=runner.store.kv_dtype))  # page-locked from now on, as an engine's
+    WarmJob(PrefillTarget(lm, here.store, prompts.prefix_ids or text[:1]), [text[:TOKENS]], bases=(FRAMED,)).run()
+    return here
 
 
 def _prompt(prompts: PromptBuilder, n_passages: int, question_tokens: int) -> Prompt:

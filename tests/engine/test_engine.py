@@ -301,8 +301,11 @@ def test_prefetch_brings_passages_into_memory(llama: LanguageModel, tmp_path: Pa
 def test_warming_up_does_beforehand_what_the_first_request_would_wait_for(
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine.compile() > 0, "with nothing stored as well"
     engine.method = make_method("auto")
+    with monkeypatch.context() as patch:
+        seams.passes_take(patch, lambda rows: 100.0 + rows)
+        assert engine.compile() > 0
+    assert engine.runner.costs().pass_s == pytest.approx(100), "passes are measured with nothing stored as well"
     engine.warm(PASSAGES)
     entries = {entry.address for entry in engine.store.entries()}
     engine.compile()

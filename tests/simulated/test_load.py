@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag.engine import first_passes
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
@@ -23,7 +24,7 @@ from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.store.testing import example_key
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
-from tests.support.engines import make_warmed_engine
+from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES
 
@@ -117,3 +118,18 @@ def test_memory_tiers_of_an_engine_on_a_gpu_are_page_locked(
         assert isinstance(chunk, ChunkKV)
         assert chunk.blocks["key.0"].is_pinned() == locked
         store.close()
+
+
+@pytest.mark.slow
+def test_a_recorded_pass_is_timed_over_page_locked_memory(
+    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As requests find their passages: a thousand copies through the ring would be most of the time."""
+    monkeypatch.setattr(first_passes, "MANY_PASSAGES", 2)
+    monkeypatch.setattr(first_passes, "TOKENS", 16)  # the interpreter is slow
+    monkeypatch.setattr(HostToDevice, "send", None)
+    engine = make_engine(LanguageModel.wrap(moved(build_model("llama"), device), tokenizer), MemoryStore())
+    engine.runner.prefills.refusal = None
+    device.launched.clear()  # the kernels were compared with their references
+    assert first_passes.measure_recorded_pass(engine.runner, engine.prompts)
+    assert device.launched["place"] > 0
