@@ -41,16 +41,23 @@ fi
 
 models=()
 for model; do
+  name=$model
   if compgen -G "$model.part-*" > /dev/null; then
     joined=$site/${model##*/}
     cat "$model".part-* > "$joined" && model=$joined
   fi
-  if [ -e "$model" ]; then models+=("$model"); else echo "$model: left out, neither it nor its parts are here"; fi
+  if ! [ -e "$model" ]; then echo "$name: neither it nor its parts are here"; exit 2; fi
+  if [[ $model == *.gguf ]] && ! python3 -c 'import sys, gguf; gguf.GGUFReader(sys.argv[1])' "$model" 2> "$OUT/gguf.log"; then
+    echo "$name: no whole GGUF file, of $(stat -Lc %s "$model") bytes: a part may be missing ($(tail -1 "$OUT/gguf.log"))"
+    exit 2
+  fi
+  models+=("$model")
 done
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$OUT/device.txt"
 workers=$(python3 -c 'import xdist' 2> /dev/null && echo "-n 8")
-tests=(python3 -m pytest $workers -q -rs -p no:cacheprovider -o "addopts=--import-mode=importlib")
+# -v names each failure at once: pytest that is stopped reports none
+tests=(python3 -m pytest $workers -v -rs -p no:cacheprovider -o "addopts=--import-mode=importlib")
 step 400 check python3 -m tests.gpu.check "$OUT/check.json" --shape "$SHAPE" --seconds 385 \
   ${models[0]+--model "${models[0]}"}
 for model in ${models[@]+"${models[@]}"}; do
