@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str, *, sync: bool = True) -> None:
-    """Replace a text file, readable by its owner only; creates the folder if need be.
+def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> None:
+    """Replace a file, readable by its owner only; creates the folder if need be.
 
     Args:
         path: of the file.
-        text: its new content.
+        content: its new content; text is written as UTF-8.
         sync: wait until it is on disk; not worth it for a file that is rewritten every second.
 
     Raises:
@@ -23,8 +23,8 @@ def write_atomically(path: Path, text: str, *, sync: bool = True) -> None:
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
         part.touch(mode=0o600)
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with part.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())

@@ -133,7 +133,8 @@ class RayWorkers(ModelConfig):
     def open(self) -> tuple[LanguageModel, KVStore]:
         """Load the model and open the store, in a worker."""
         lm = LanguageModel.load(self.model or default_model(), **self.load_options())
-        return lm, open_store(**self.store)
+        store = open_store(**self.store)
+        return lm.with_writer(store.folder), store
 
     def resources(self) -> dict[str, Any]:
         """Return the resources that Ray reserves for one worker."""

@@ -138,6 +138,7 @@ class FusionEngine:
             check_exact_once(lm)
         opened = store if isinstance(store, KVStore) else open_store(store or config.store)
         try:
+            lm = lm.with_writer(opened.folder)
             verdict = require_verdict(lm, opened, chosen, config.verdict)
             engine = cls(
                 lm,

@@ -140,13 +140,13 @@ def prefill_batch(
     target: PrefillTarget, batch: Batch, system_prefix: ChunkKV | None, ranker: Ranker | None = None
 ) -> list[ChunkKV]:
     """Return the keys and values of a batch's chunks behind the text of their base, which is the same for all."""
-    base, prefix = batch.base, system_prefix
+    base, prefix, lm = batch.base, system_prefix, target.lm
     if base.primed:
-        prefix = target.primed_prefix
+        prefix, lm = target.primed_prefix, lm.writer or lm
     elif not base.after_prefix:
         ids = base.prefix(target.prefix_ids)
         prefix = prefill_chunk(target.lm, ids) if ids else None
-    return prefill_chunks(target.lm, batch.chunks, prefix=prefix, ranker=ranker)
+    return prefill_chunks(lm, batch.chunks, prefix=prefix, ranker=ranker)
 
 
 def system_prefix(target: PrefillTarget, *, store: bool = True) -> ChunkKV | None:

@@ -35,6 +35,7 @@ class Fingerprint:
         rope: hash of the measured rotation of each layer.
         dtype: dtype of computed keys and values, such as `bfloat16`.
         weight_format: `model`, or the format that the weights were quantised to as they were loaded.
+        writer: hash of the writer for primed passages, see `runtime.writer`; empty without one.
     """
 
     weights: str
@@ -43,6 +44,7 @@ class Fingerprint:
     rope: str
     dtype: str
     weight_format: str = "model"
+    writer: str = ""
 
     @cached_property
     def digest(self) -> str:
@@ -50,9 +52,9 @@ class Fingerprint:
         return digest(json.dumps(self.fields(), sort_keys=True).encode())
 
     def fields(self) -> dict[str, str]:
-        """Return the fields by name, ready for JSON; the weight format `model` is left out."""
-        rounded = () if self.weight_format == "model" else ("weight_format",)
-        return {name: getattr(self, name) for name in ("weights", "config", "tokenizer", "rope", "dtype", *rounded)}
+        """Return the fields by name, ready for JSON; the weight format `model` and no writer are left out."""
+        ordinary = {"weight_format": "model", "writer": ""}
+        return {name: value for name, value in vars(self).items() if name != "digest" and ordinary.get(name) != value}
 
     @property
     def number_formats(self) -> str:

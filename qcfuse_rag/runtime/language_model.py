@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +33,7 @@ from qcfuse_rag.runtime.buffer import BufferPool, KVBuffer
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.recurrent_rows import recurrent_view
+from qcfuse_rag.runtime.writer import adapted_view, load_writer, writer_path
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -60,6 +62,7 @@ class LanguageModel:
         context_window: the number of tokens that fit.
         fingerprint: identifies everything that stored keys and values depend on.
         stock_attention: transformers' own attention for this model, used to check the `qcfuse` attention.
+        writer: the model that computes primed passages, if that is another one, see `with_writer`.
     """
 
     model: PreTrainedModel
@@ -72,6 +75,7 @@ class LanguageModel:
     context_window: ContextWindow
     fingerprint: Fingerprint
     stock_attention: str
+    writer: LanguageModel | None = None
 
     def empty_buffer(self, capacity: int, *, batch: int = 1, pool: BufferPool | None = None) -> KVBuffer:
         """Allocate a buffer for `batch` sequences of `capacity` tokens; see `KVBuffer.allocate`."""
@@ -139,6 +143,23 @@ class LanguageModel:
             fingerprint=fingerprint_model(model, tokenizer, ropes, weights_hash, weight_format, recurrent.values()),
             stock_attention=stock_attention_name(model),
         )
+
+    def with_writer(self, folder: Path | None) -> LanguageModel:
+        """Return the model with the writer that a store's folder has for it, or without one.
+
+        Raises:
+            QCFuseError: if the folder's writer cannot be read.
+        """
+        without = replace(self.fingerprint, writer="")
+        found = None if folder is None else load_writer(writer_path(folder, without), self.model)
+        fingerprint = without if found is None else replace(without, writer=found[1])
+        if fingerprint == self.fingerprint:
+            return self
+        if found is None:
+            return replace(self, fingerprint=fingerprint, writer=None)
+        adapted = replace(self, model=adapted_view(self.model, found[0]), fingerprint=fingerprint, writer=None)
+        adapted.__dict__["fused_model"] = adapted.model  # fused layers would read weights without the writer's
+        return replace(self, fingerprint=fingerprint, writer=adapted)
 
     @property
     def n_layers(self) -> int:

@@ -1,0 +1,104 @@
+"""The writer: a low-rank adapter that is on only while primed passages are computed for the store.
+
+Passages are computed apart, but read together; a writer brings their keys and values nearer to those of full prefill.
+Whatever reads them runs the model as it is, so requests cost the same, and full prefill is unchanged. The idea is
+SemPIC's (arXiv 2607.28069). `tuning` makes writers, and a store's folder keeps them: one for each model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from qcfuse_rag.atomic_write import write_atomically
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.models.fingerprint import Fingerprint, digest
+from qcfuse_rag.models.rope import decoder_of
+
+WriterWeights = Mapping[str, tuple[Tensor, Tensor]]
+"""By the name of a linear layer within the decoder: `[rank, in]` and `[out, rank]`."""
+SCALE = 2.0
+SIDES = ("down", "up")
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer to whose output the product with two low-rank matrices is added (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self, inner: nn.Module, down: Tensor, up: Tensor) -> None:
+        super().__init__()
+        self.inner, self._pair = inner, (down, up)
+
+    def forward(self, given: Tensor) -> Tensor:
+        """Return `[..., out]` for `[..., in]`."""
+        output: Tensor = self.inner(given)
+        down, up = self._pair
+        return output + SCALE * F.linear(F.linear(given, down), up)
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Return the decoder's linear layers, and the numbers of their inputs and outputs."""
+    modules = decoder_of(model).named_modules()
+    return {name: (each.in_features, each.out_features) for name, each in modules if isinstance(each, nn.Linear)}
+
+
+def adapted_view(model: PreTrainedModel, weights: WriterWeights) -> PreTrainedModel:
+    """Return a view of a model that shares its weights and adds those of a writer, to which gradients flow."""
+    decoder = decoder_of(model)
+
+    def view(module: nn.Module, name: str | None) -> nn.Module:
+        if name is not None and name in weights:
+            return AdaptedLinear(module, *weights[name])
+        seen = copy.copy(module)
+        seen._modules = {}
+        for part, child in module._modules.items():
+            inner = "" if child is decoder else None if name is None else f"{name}.{part}".lstrip(".")
+            seen._modules[part] = child and view(child, inner)
+        return seen
+
+    whole = view(model, "" if model is decoder else None)
+    assert isinstance(whole, PreTrainedModel)
+    return whole
+
+
+def writer_path(folder: Path, fingerprint: Fingerprint) -> Path:
+    """Return the file of the writer of a model with this fingerprint in a store's folder."""
+    return folder / f"writer-{fingerprint.digest}.safetensors"
+
+
+def save_writer(path: Path, weights: WriterWeights, metadata: Mapping[str, str]) -> None:
+    """Write a writer in bfloat16; raise `OSError` if that fails, and the old file stays."""
+    halves = {f"{name}.{side}": half for name, pair in weights.items() for side, half in zip(SIDES, pair, strict=True)}
+    data = save({name: half.detach().bfloat16().contiguous() for name, half in halves.items()}, dict(metadata))
+    write_atomically(path, data)
+
+
+def load_writer(path: Path, model: PreTrainedModel) -> tuple[WriterWeights, str] | None:
+    """Return the writer in a file, with device and dtype of its model, and its hash; None if there is no such file.
+
+    Raises:
+        QCFuseError: if it cannot be read, or belongs to another model.
+    """
+    try:
+        data = path.read_bytes()
+        halves = {name: half.to(model.device, model.dtype) for name, half in load(data).items()}
+        weights = {
+            name: (halves[f"{name}.down"], halves[f"{name}.up"])
+            for name in dict.fromkeys(half.rpartition(".")[0] for half in halves)
+        }
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError, KeyError) as error:
+        raise QCFuseError(
+            f"the writer {path} cannot be read ({error}): delete it, or run `qcfuse tune` again"
+        ) from error
+    sizes = linear_layers(model)
+    if any(sizes.get(name) != (down.shape[1], up.shape[0]) for name, (down, up) in weights.items()):
+        raise QCFuseError(f"the writer {path} belongs to another model: delete it, or run `qcfuse tune` again")
+    return weights, digest(data)

@@ -1,0 +1,117 @@
+"""The writer of a store: it is on while primed passages are computed, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qcfuse_rag import FusionEngine, LanguageModel, open_store
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.methods import make_method
+from qcfuse_rag.runtime.writer import WriterWeights, adapted_view, linear_layers, save_writer, writer_path
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.key import FRAMED, PRIMED
+from tests.support.passages import PASSAGES, QUESTION
+
+FULL, FUSED = make_method("full"), make_method("auto", ratio=0.1).unguarded
+
+
+def random_writer(lm: LanguageModel, scale: float = 0.1) -> WriterWeights:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: (
+            torch.randn(2, inputs, generator=generator) / inputs**0.5,
+            scale * torch.randn(outputs, 2, generator=generator),
+        )
+        for name, (inputs, outputs) in linear_layers(lm.model).items()
+    }
+
+
+def engine_over(lm: LanguageModel, folder: Path) -> FusionEngine:
+    return FusionEngine.load("unused", lm=lm, store=folder, method=FUSED, verdict="ignore", compiled=False)
+
+
+@pytest.fixture
+def tuned(llama: LanguageModel, tmp_path: Path) -> Path:
+    """Return a store's folder with a writer of the tiny Llama."""
+    with open_store(tmp_path / "store") as store:
+        assert store.folder is not None
+        path = writer_path(store.folder, llama.fingerprint)
+    save_writer(path, random_writer(llama), {})
+    return tmp_path / "store"
+
+
+def test_a_view_adds_the_writer_and_the_model_stays(llama: LanguageModel) -> None:
+    ids = torch.tensor([[5, 9, 2]])
+    with torch.inference_mode():
+        before = llama.model(ids).logits
+        assert torch.equal(adapted_view(llama.model, random_writer(llama, 0.0))(ids).logits, before)
+        assert (adapted_view(llama.model, random_writer(llama))(ids).logits - before).abs().max() > 1e-3
+        assert torch.equal(llama.model(ids).logits, before)
+
+
+def test_the_product_is_that_of_the_merged_weights(llama: LanguageModel) -> None:
+    weights = {name: pair for name, pair in random_writer(llama).items() if name == "layers.0.mlp.up_proj"}
+    linear = llama.model.model.layers[0].mlp.up_proj
+    adapted = adapted_view(llama.model, weights).model.layers[0].mlp.up_proj
+    ((down, up),) = weights.values()
+    given = torch.randn(3, linear.in_features)
+    torch.testing.assert_close(adapted(given), given @ (linear.weight + 2 * up @ down).T)
+
+
+def test_only_primed_passages_are_computed_with_it(llama: LanguageModel, tuned: Path, tmp_path: Path) -> None:
+    stored = {}
+    for name, folder in (("without", tmp_path / "other"), ("with", tuned)):
+        with engine_over(llama, folder) as engine:
+            engine.warm(PASSAGES[:1], bases=(FRAMED, PRIMED))
+            ids = engine.prompts.chunk_ids(PASSAGES[0])
+            for base in (FRAMED, PRIMED):
+                chunk = engine.store.get(base.key(engine.lm.fingerprint, engine.prompts.prefix_ids, ids))
+                assert isinstance(chunk, ChunkKV)
+                stored[name, base.name] = chunk.layer(llama.n_layers - 1)[1]
+    assert torch.equal(stored["with", "framed"], stored["without", "framed"])
+    assert not torch.allclose(stored["with", "primed"], stored["without", "primed"], atol=1e-3)
+
+
+def test_full_prefill_is_unchanged_and_fused_prompts_are_not(llama: LanguageModel, tuned: Path, tmp_path: Path) -> None:
+    logits = {}
+    for name, folder in (("without", tmp_path / "other"), ("with", tuned)):
+        with engine_over(llama, folder) as engine:
+            engine.warm(PASSAGES)
+            prompt = engine.prompt(QUESTION, PASSAGES)
+            for method in (FULL, FUSED):
+                logits[name, method.name] = engine.prefill(prompt, method=method).logits
+    assert torch.equal(logits["with", "full"], logits["without", "full"])
+    assert not torch.allclose(logits["with", "auto"], logits["without", "auto"], atol=1e-4)
+
+
+def test_what_was_warmed_without_it_is_not_reused_with_it(llama: LanguageModel, tuned: Path) -> None:
+    path = writer_path(tuned, llama.fingerprint)
+    data = path.read_bytes()
+    path.unlink()
+    with engine_over(llama, tuned) as engine:
+        engine.warm(PASSAGES)
+        assert engine.lm is llama
+    path.write_bytes(data)
+    with engine_over(llama, tuned) as engine:
+        assert engine.lm.fingerprint.differences(llama.fingerprint.fields()) == ["writer"]
+        report = engine.prefill(engine.prompt(QUESTION, PASSAGES)).report
+        assert report.rows == report.prompt_tokens
+        assert all("writer differ" in str(lookup.reason) for lookup in report.lookups)
+    path.unlink()
+    with engine_over(llama, tuned) as engine:
+        report = engine.prefill(engine.prompt(QUESTION, PASSAGES)).report
+        assert report.rows < report.prompt_tokens
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensors", None])
+def test_a_writer_that_cannot_be_used_is_one_error(llama: LanguageModel, tuned: Path, content: bytes | None) -> None:
+    path = writer_path(tuned, llama.fingerprint)
+    if content is None:
+        save_writer(path, {"layers.0.mlp.up_proj": (torch.ones(2, 3), torch.ones(5, 2))}, {})
+    else:
+        path.write_bytes(content)
+    with pytest.raises(QCFuseError, match=r"delete it, or run `qcfuse tune` again"):
+        engine_over(llama, tuned)
