@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +61,10 @@ class Fingerprint:
     def number_formats(self) -> str:
         """The dtype, and the weights' format if it is another: such as `float32` or `float32, int8 weights`."""
         return self.dtype if self.weight_format == "model" else f"{self.dtype}, {self.weight_format} weights"
+
+    def writer_path(self, folder: Path) -> Path:
+        """Return the file that keeps the writer of this model in a store's folder; that of a model without one."""
+        return folder / f"writer-{replace(self, writer='').digest}.safetensors"
 
     def differences(self, other: dict[str, str]) -> list[str]:
         """Return the names of the fields in which a stored fingerprint differs."""

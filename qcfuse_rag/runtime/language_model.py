@@ -33,7 +33,6 @@ from qcfuse_rag.runtime.buffer import BufferPool, KVBuffer
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.recurrent_rows import recurrent_view
-from qcfuse_rag.runtime.writer import adapted_view, load_writer, writer_path
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -151,13 +150,15 @@ class LanguageModel:
             QCFuseError: if the folder's writer cannot be read.
         """
         without = replace(self.fingerprint, writer="")
-        found = None if folder is None else load_writer(writer_path(folder, without), self.model)
-        fingerprint = without if found is None else replace(without, writer=found[1])
+        if folder is None or not (path := without.writer_path(folder)).exists():
+            return replace(self, fingerprint=without, writer=None) if self.writer else self
+        from qcfuse_rag.runtime.writer import adapted_view, load_writer
+
+        weights, digest = load_writer(path, self.model)
+        fingerprint = replace(without, writer=digest)
         if fingerprint == self.fingerprint:
             return self
-        if found is None:
-            return replace(self, fingerprint=fingerprint, writer=None)
-        adapted = replace(self, model=adapted_view(self.model, found[0]), fingerprint=fingerprint, writer=None)
+        adapted = replace(self, model=adapted_view(self.model, weights), fingerprint=fingerprint, writer=None)
         adapted.__dict__["fused_model"] = adapted.model  # fused layers would read weights without the writer's
         return replace(self, fingerprint=fingerprint, writer=adapted)
 

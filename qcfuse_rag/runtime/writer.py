@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.models.fingerprint import Fingerprint, digest
+from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.models.rope import decoder_of
 
 WriterWeights = Mapping[str, tuple[Tensor, Tensor]]
@@ -67,11 +67,6 @@ def adapted_view(model: PreTrainedModel, weights: WriterWeights) -> PreTrainedMo
     return whole
 
 
-def writer_path(folder: Path, fingerprint: Fingerprint) -> Path:
-    """Return the file of the writer of a model with this fingerprint in a store's folder."""
-    return folder / f"writer-{fingerprint.digest}.safetensors"
-
-
 def save_writer(path: Path, weights: WriterWeights, metadata: Mapping[str, str]) -> None:
     """Write a writer in bfloat16; raise `OSError` if that fails, and the old file stays."""
     halves = {f"{name}.{side}": half for name, pair in weights.items() for side, half in zip(SIDES, pair, strict=True)}
@@ -79,8 +74,8 @@ def save_writer(path: Path, weights: WriterWeights, metadata: Mapping[str, str])
     write_atomically(path, data)
 
 
-def load_writer(path: Path, model: PreTrainedModel) -> tuple[WriterWeights, str] | None:
-    """Return the writer in a file, with device and dtype of its model, and its hash; None if there is no such file.
+def load_writer(path: Path, model: PreTrainedModel) -> tuple[WriterWeights, str]:
+    """Return the writer in a file, with device and dtype of its model, and its hash.
 
     Raises:
         QCFuseError: if it cannot be read, or belongs to another model.
@@ -92,8 +87,6 @@ def load_writer(path: Path, model: PreTrainedModel) -> tuple[WriterWeights, str]
             name: (halves[f"{name}.down"], halves[f"{name}.up"])
             for name in dict.fromkeys(half.rpartition(".")[0] for half in halves)
         }
-    except FileNotFoundError:
-        return None
     except (OSError, SafetensorError, KeyError) as error:
         raise QCFuseError(
             f"the writer {path} cannot be read ({error}): delete it, or run `qcfuse tune` again"

@@ -10,7 +10,7 @@ import torch
 from qcfuse_rag import FusionEngine, LanguageModel, open_store
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.methods import make_method
-from qcfuse_rag.runtime.writer import WriterWeights, adapted_view, linear_layers, save_writer, writer_path
+from qcfuse_rag.runtime.writer import WriterWeights, adapted_view, linear_layers, save_writer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import FRAMED, PRIMED
 from tests.support.passages import PASSAGES, QUESTION
@@ -38,7 +38,7 @@ def tuned(llama: LanguageModel, tmp_path: Path) -> Path:
     """Return a store's folder with a writer of the tiny Llama."""
     with open_store(tmp_path / "store") as store:
         assert store.folder is not None
-        path = writer_path(store.folder, llama.fingerprint)
+        path = llama.fingerprint.writer_path(store.folder)
     save_writer(path, random_writer(llama), {})
     return tmp_path / "store"
 
@@ -88,7 +88,7 @@ def test_full_prefill_is_unchanged_and_fused_prompts_are_not(llama: LanguageMode
 
 
 def test_what_was_warmed_without_it_is_not_reused_with_it(llama: LanguageModel, tuned: Path) -> None:
-    path = writer_path(tuned, llama.fingerprint)
+    path = llama.fingerprint.writer_path(tuned)
     data = path.read_bytes()
     path.unlink()
     with engine_over(llama, tuned) as engine:
@@ -108,7 +108,7 @@ def test_what_was_warmed_without_it_is_not_reused_with_it(llama: LanguageModel, 
 
 @pytest.mark.parametrize("content", [b"", b"no tensors", None])
 def test_a_writer_that_cannot_be_used_is_one_error(llama: LanguageModel, tuned: Path, content: bytes | None) -> None:
-    path = writer_path(tuned, llama.fingerprint)
+    path = llama.fingerprint.writer_path(tuned)
     if content is None:
         save_writer(path, {"layers.0.mlp.up_proj": (torch.ones(2, 3), torch.ones(5, 2))}, {})
     else:
