@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from qcfuse_rag.cli.plan import SHAPES
 from qcfuse_rag.errors import QCFuseError
@@ -16,7 +16,6 @@ from qcfuse_rag.models.cpu_weights import Float16Linear, PackedLinear
 from qcfuse_rag.models.fingerprint import plain_parts
 from qcfuse_rag.models.quantized_weights import FORMATS, quantize_weights
 from qcfuse_rag.runtime.device import finish, timed
-from qcfuse_rag.runtime.fused_layers.fused_modules import view_of
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 WINDOW = 1 << 17
@@ -38,21 +37,6 @@ def random_model(
     model.generation_config.eos_token_id = None  # so that answers have the length asked for
     quantized = quantize_weights(model, weights, target) if weights in FORMATS else "model"
     return LanguageModel.wrap(model.eval(), byte_tokenizer(), name=f"{shape}, random weights", weight_format=quantized)
-
-
-def stock_model(lm: LanguageModel) -> PreTrainedModel:
-    """Return a view of the model whose linear layers are transformers' own, with copies of weights that are packed."""
-    view = _unpacked(lm.model)
-    assert isinstance(view, PreTrainedModel)
-    return view
-
-
-def _unpacked(module: nn.Module) -> nn.Module:
-    if not isinstance(module, PackedLinear):
-        return view_of(module, {name: child and _unpacked(child) for name, child in module._modules.items()})
-    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-    linear.weight, linear.bias = nn.Parameter(module.weight, requires_grad=False), module.bias
-    return linear
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

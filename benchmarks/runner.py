@@ -6,10 +6,8 @@ import json
 import os
 import platform
 import shlex
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar
+from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, terminable
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -170,7 +168,7 @@ def execute(run: Run, measure: Callable[[Run], None], report: Callable[[Run], Re
             raise QCFuseError(f"the result is JSON, its table goes beside it: call it something.json, not {out}")
         run.path = out.with_suffix(".partial.jsonl")
     try:
-        with _terminable(), progress_bar(run.measures, "steps") as run.progress:
+        with terminable(), progress_bar(run.measures, "steps") as run.progress:
             measure(run)
     except BaseException:
         publish(run, report, out, as_json=False)
@@ -232,17 +230,3 @@ def machine_conditions(lm: LanguageModel) -> dict[str, Any]:
 def digest_of_texts(texts: Sequence[str]) -> str:
     """Return a digest of texts in their order; repetitions count once."""
     return digest(json.dumps(list(dict.fromkeys(texts))).encode())
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Have SIGTERM, which ends a run that takes too long, unwind the program as Ctrl-C does."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -23,7 +23,7 @@ from transformers import Cache, DynamicCache, StaticCache
 from typer import Option
 
 from benchmarks.configurations import FULL, Configuration, configurations, split_names
-from benchmarks.floors import random_model, row_operations, seconds, step_bytes, stock_model
+from benchmarks.floors import random_model, row_operations, seconds, step_bytes
 from benchmarks.options import Methods, ModelOptions, Ratios, Repeats, counts, shares
 from benchmarks.runner import Key, Record, Report, Run, Table, about_model, machine_conditions
 from qcfuse_rag.cli.plan import measure_ceilings
@@ -34,6 +34,7 @@ from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.primer import PRIMER_TOKENS
 from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.models.cpu_weights import stock_model
 from qcfuse_rag.models.rope import cache_argument
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
@@ -191,7 +192,7 @@ def _prefills(
     run: Run,
 ) -> None:
     lm, context = runners[0].lm, sum(len(span) for span in prompt.chunks)
-    ids, model = torch.tensor([prompt.ids], device=lm.device), stock_model(lm)
+    ids, model = torch.tensor([prompt.ids], device=lm.device), stock_model(lm.model)
 
     def stock() -> Record:
         with stock_attention(lm):
@@ -427,7 +428,7 @@ def stock_steps(
     The dynamic cache is the default of its `generate`. It grows with every step, so a backend that plans for each
     length is slow; the static cache has room for `STEPS` steps and keeps its shape.
     """
-    model, config = stock_model(lm), lm.model.config.get_text_config()
+    model, config = stock_model(lm.model), lm.model.config.get_text_config()
 
     def step(cache: Cache, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = model(

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.floors import stock_model
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.models.cpu_weights import stock_model
 from qcfuse_rag.runtime.fused_layers.fused_modules import FewRowProduct, fused_view
 from qcfuse_rag.verification import exactness
 from tests.support.rounding_kernels import compute_kernels_in_torch
@@ -21,7 +21,7 @@ from tests.support.rounding_kernels import compute_kernels_in_torch
 @pytest.fixture(scope="module")
 def halved(smollm2: LanguageModel) -> LanguageModel:
     """SmolLM2 in bfloat16."""
-    return LanguageModel.wrap(copy.deepcopy(stock_model(smollm2)).to(torch.bfloat16), smollm2.tokenizer)
+    return LanguageModel.wrap(copy.deepcopy(stock_model(smollm2.model)).to(torch.bfloat16), smollm2.tokenizer)
 
 
 def test_a_model_may_differ_by_its_own_rounding_errors(halved: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

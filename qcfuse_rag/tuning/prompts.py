@@ -1,16 +1,15 @@
-"""Prompts to train on: questions of datasets over other passages too, and tasks made of passages."""
+"""Prompts to tune on: tasks about a library's own passages, such as a number hidden in one of them."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from benchmarks.questions import Example
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Role
 
@@ -20,8 +19,12 @@ NAMES = ("Aster", "Birch", "Cedar", "Dahlia", "Elm", "Fern", "Ginkgo", "Hazel", 
 PEOPLE = ("Amara Okafor", "Lena Brandt", "Tomas Reyes", "Yuki Mori", "Priya Nair", "Jonas Weber", "Sofia Conti")
 PLACES = ("Porto", "Lyon", "Graz", "Bergen", "Gdansk", "Turin", "Leeds", "Ghent", "Malmo", "Basel")
 NUMBERED = ("access code", "serial number", "ticket number", "room number", "order number", "phone extension")
+
 MOST_PASSAGES = 4
-LONGEST = 1200  # characters of a passage
+LONGEST = 1200
+"""Characters of a passage."""
+WINDOW_SHARE = 6
+"""A passage takes at most this part of the context window: a sixth."""
 
 Task = Callable[[random.Random, list[str]], str]
 """Changes passages, and returns the question."""
@@ -29,13 +32,14 @@ Task = Callable[[random.Random, list[str]], str]
 
 @dataclass(slots=True, eq=False)
 class TuningPrompt:
-    """A prompt, what full prefill gives for it, and its stored caches.
+    """A prompt, and what full prefill gives for it.
 
     Attributes:
         known: `[T]` bool, positions of stored text.
         answer: full prefill's greedy answer.
         teacher: `[A, hidden]`, full prefill's last hidden states from which the answer's tokens are chosen.
         question_teacher: `[Q, hidden]`, those of the rows from the question up to the answer.
+        first: each layer's keys and values up to the end of the first passage, `[Hkv, F, D]`.
         order: passage positions, but those of the first passage, by falling attention of the question.
     """
 
@@ -43,14 +47,14 @@ class TuningPrompt:
     chunks: list[tuple[int, int]]
     question_start: int
     known: Tensor
-    task: str
     answer: list[int] = field(default_factory=list)
     teacher: Tensor = field(default_factory=lambda: torch.empty(0))
     question_teacher: Tensor = field(default_factory=lambda: torch.empty(0))
+    first: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @classmethod
-    def of(cls, prompts: PromptBuilder, question: str, passages: Sequence[str], task: str) -> TuningPrompt:
+    def of(cls, prompts: PromptBuilder, question: str, passages: Sequence[str]) -> TuningPrompt:
         """Build the prompt of a question over passages."""
         prompt = prompts.build(question, list(passages))
         chunks = [(span.start, span.stop) for span in prompt.chunks]
@@ -58,42 +62,23 @@ class TuningPrompt:
         for start, stop in [(0, len(prompt.prefix_ids)), *chunks]:
             known[start:stop] = True
         asked = next(span.start for span in prompt.spans if span.segment.role is Role.QUESTION)
-        return cls(list(prompt.ids), chunks, asked, known, task)
+        return cls(list(prompt.ids), chunks, asked, known)
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
-def training_prompts(
-    prompts: PromptBuilder, examples: Sequence[Example], held_out: set[str], seed: int
-) -> Iterator[TuningPrompt]:
-    """Yield prompts without end; no held-out passage is used.
-
-    Of ten, four are datasets' questions, three ask about a name in a passage, three are other tasks.
-
-    A question stands over its gold passages and others, two to six in all, in any order.
-    """
-    chance = random.Random(seed)
-    pool = list(dict.fromkeys(text for example in examples for text in example.passages))
-    pool = [text for text in pool if text not in held_out and len(text) < LONGEST]
-    while True:
-        count = chance.randint(2, MOST_PASSAGES)
-        example = chance.choice(examples)
-        gold = [example.passages[index] for index in example.supporting if example.passages[index] in pool][:count]
-        if gold and chance.random() < 0.4:
-            others = [text for text in chance.sample(pool, count) if text not in gold]
-            passages = [*gold, *others[: count - len(gold)]]
-            chance.shuffle(passages)
-            yield TuningPrompt.of(prompts, example.question, passages, example.dataset)
-        else:
-            yield task_prompt(prompts, pool, chance, "about" if chance.random() < 0.5 else "")
+def usable_passages(prompts: PromptBuilder, texts: Sequence[str], window: int) -> list[str]:
+    """Return the texts, or the beginnings of long ones, of which several fit a context window of so many tokens."""
+    cut = (text.strip() if len(text) < LONGEST else text[:LONGEST].rsplit(maxsplit=1)[0].strip() for text in texts)
+    return [text for text in dict.fromkeys(cut) if text and len(prompts.chunk_ids(text)) <= window // WINDOW_SHARE]
 
 
 def task_prompt(prompts: PromptBuilder, pool: Sequence[str], chance: random.Random, only: str = "") -> TuningPrompt:
-    """Make a task of two to six passages: what `qcfuse verify` counts, such as hidden numbers and chains."""
-    name = only or chance.choice([*TASKS])
+    """Make a task of two to four passages; half of them ask about a name in a passage."""
+    name = only or ("about" if chance.random() < 0.5 else chance.choice([*TASKS]))
     passages = chance.sample(pool, chance.randint(2, MOST_PASSAGES))
-    return TuningPrompt.of(prompts, TASKS[name](chance, passages), passages, name)
+    return TuningPrompt.of(prompts, TASKS[name](chance, passages), passages)
 
 
 def _insert(chance: random.Random, passages: list[str], sentences: Sequence[str]) -> None:

@@ -1,0 +1,239 @@
+"""Tune a writer on a library's passages, and keep it if fused answers come nearer to full prefill's."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+import torch
+from safetensors import safe_open
+
+from qcfuse_rag.errors import QCFuseError, UnsupportedModel
+from qcfuse_rag.prompts.builder import PromptBuilder
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.writer import WriterWeights, linear_layers, load_writer, save_writer, writer_path
+from qcfuse_rag.tuning.prompts import LONGEST, WINDOW_SHARE, task_prompt, usable_passages
+from qcfuse_rag.tuning.trainer import Prompts, Trainer
+from qcfuse_rag.verification.exactness import stock_attention
+
+RATIOS = (0.05, 0.15)
+LEAST_PASSAGES, LEAST_HELD_OUT, HELD_OUT_PROMPTS = 20, 4, 32
+STEP, RATE = {"cpu": 8, "cuda": 32}, {"cpu": 5e-4, "cuda": 1e-3}
+"""Prompts of a step and the highest learning rate, by the type of the device."""
+WARM_UP_STEPS, TAUGHT_STEPS = 10, 4
+MEASUREMENTS, PATIENCE = 8, 3
+"""Measurements of a whole tuning, and how many of them without a better one end it."""
+LEAST_GAIN = 0.05
+"""Share of the divergence that a writer has to take away to be kept."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Nearness:
+    """How near fused answers to held-out prompts are to full prefill's; divergences are means in nats a token."""
+
+    kl: float
+    first_kl: float
+    same: float
+
+
+Measured = Mapping[float, Nearness]
+"""By the share of tokens that is recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuningReport:
+    """What tuning has done; `path` is the writer's file, None if it is not better."""
+
+    path: Path | None
+    prompts: int
+    passages: int
+    seconds: float
+    before: Measured
+    after: Measured
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        figures = {
+            name: {str(ratio): asdict(nearness) for ratio, nearness in measured.items()}
+            for name, measured in (("before", self.before), ("after", self.after))
+        }
+        return {
+            "writer": self.path and str(self.path),
+            **{name: getattr(self, name) for name in ("prompts", "passages", "seconds")},
+            **figures,
+        }
+
+
+class Parts:
+    """Computes over prompts in parts, whose size it halves where the memory does not suffice."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def compute(self, prompts: Prompts, over: Callable[[Prompts], T]) -> list[T]:
+        """Return what a function returns for each part."""
+        found, start = list[T](), 0
+        while start < len(prompts):
+            try:
+                found.append(over(prompts[start : start + self.size]))
+                start += self.size
+            except torch.OutOfMemoryError:
+                if self.size == 1:
+                    raise
+                self.size //= 2
+        return found
+
+
+def partial_path(path: Path) -> Path:
+    """Return the file with the weights of a tuning that was interrupted."""
+    return path.with_name(f"{path.name}.partial")
+
+
+def refuse_untunable(lm: LanguageModel) -> None:
+    """Raise `UnsupportedModel` if no writer can be trained for a model."""
+    window = lm.context_window.tokens
+    reasons = {
+        f"its weights are {lm.weight_format}; load it with weights='model'": lm.weight_format != "model",
+        lm.needs_torch_steps: lm.needs_torch_steps,
+        "some layers have no keys and values of their own": lm.n_sharing or len(lm.attention_layers) < lm.n_layers,
+        "some layers attend in a window": any(sliding and sliding < window for sliding in lm.sliding),
+        "its decoder has no plain linear layers": not linear_layers(lm.model),
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        raise UnsupportedModel(f"{lm.name} cannot be tuned: {reason}")
+
+
+def tune(
+    lm: LanguageModel,
+    prompts: PromptBuilder,
+    texts: Sequence[str],
+    folder: Path,
+    *,
+    count: int = 4000,
+    seed: int = 1,
+    progress: Callable[[int, int], None] = lambda *_: None,
+    measured: Callable[[int, Measured], None] = lambda *_: None,
+) -> TuningReport:
+    """Train a writer on tasks about passages; write it to a store's folder if it is better on held-out passages.
+
+    Ctrl-C keeps the weights so far beside the writer's file; the next call goes on from there.
+
+    Args:
+        lm: the model without a writer.
+        prompts: its prompts.
+        texts: the passages.
+        folder: of the store.
+        count: prompts to train on.
+        seed: of the held-out passages, the prompts and the first weights.
+        progress: called with the number of prompts so far, and of all.
+        measured: called with the number of prompts so far, 0 for the untuned model, and what was measured.
+
+    Raises:
+        UnsupportedModel: if the model cannot be trained.
+        QCFuseError: if there are too few passages.
+    """
+    refuse_untunable(lm)
+    pool = sorted(usable_passages(prompts, texts, lm.context_window.tokens))
+    if len(pool) < LEAST_PASSAGES:
+        raise QCFuseError(
+            f"tuning needs {LEAST_PASSAGES} different passages, and {len(pool)} of {len(texts)} can be used: their "
+            f"first {LONGEST:,} characters have to fit {lm.context_window.tokens // WINDOW_SHARE} tokens, a sixth of "
+            "the model's context window; warm more documents"
+        )
+    chance, path = random.Random(seed), writer_path(folder, lm.fingerprint)
+    chance.shuffle(pool)
+    aside = max(LEAST_HELD_OUT, len(pool) // 10)
+    held_out = [task_prompt(prompts, pool[:aside], chance) for _ in range(HELD_OUT_PROMPTS)]
+    started = time.monotonic()
+    with stock_attention(lm):  # without cuDNN's attention, which plans anew for each shape
+        trainer = Trainer(lm, prompts)
+        step, rate = STEP[lm.device.type], RATE[lm.device.type]
+        teaching, training = Parts(TAUGHT_STEPS * step), Parts(step)
+        teaching.compute(held_out, trainer.teach)
+
+        def measure(writer: WriterWeights) -> Measured:
+            parts = training.compute(held_out, lambda part: trainer.measure(part, RATIOS, writer))
+            rows = [[row for part in parts for row in part[at]] for at in range(len(RATIOS))]
+            return {
+                ratio: Nearness(*map(fmean, zip(*each, strict=True))) for ratio, each in zip(RATIOS, rows, strict=True)
+            }
+
+        writer = trainer.new_writer(seed)
+        weights = [weight for pair in writer.values() for weight in pair]
+        best = before = measure(writer)
+        measured(0, before)
+        begun = done = min(_take_up(partial_path(path), writer), count - 1)
+        chance.seed(f"{seed} {begun}")
+        optimizer, kept, worse, waiting = torch.optim.AdamW(weights), None, 0, list[Prompts]()
+        try:
+            while done < count and worse < PATIENCE:
+                if not waiting:  # padded to equal lengths, so of similar ones
+                    some = [task_prompt(prompts, pool[aside:], chance) for _ in range(TAUGHT_STEPS * step)]
+                    some.sort(key=len)
+                    teaching.compute(some, trainer.teach)
+                    waiting = [some[start : start + step] for start in range(0, len(some), step)]
+                    chance.shuffle(waiting)
+                batch, last = waiting.pop()[: count - done], done
+                done += len(batch)
+                _accumulate(trainer, training, batch, chance, writer)
+                torch.nn.utils.clip_grad_norm_(weights, 1.0)
+                warm = min(1.0, (done - begun) / (WARM_UP_STEPS * step))
+                optimizer.param_groups[0]["lr"] = rate * warm * (1 - last / count)
+                optimizer.step()
+                optimizer.zero_grad()
+                progress(done, count)
+                if done * MEASUREMENTS // count > last * MEASUREMENTS // count:
+                    found = measure(writer)
+                    measured(done, found)
+                    worse += 1
+                    if found[RATIOS[0]].kl < best[RATIOS[0]].kl:
+                        best, worse = found, 0
+                        kept = {
+                            name: (down.detach().clone(), up.detach().clone()) for name, (down, up) in writer.items()
+                        }
+        except KeyboardInterrupt:
+            if done > begun:
+                save_writer(partial_path(path), writer, {"prompts": str(done)})
+            raise
+    better = best[RATIOS[0]].kl <= (1 - LEAST_GAIN) * before[RATIOS[0]].kl
+    if kept is not None and better:
+        save_writer(path, kept, {"prompts": str(done)})
+    partial_path(path).unlink(missing_ok=True)
+    return TuningReport(path if better else None, done, len(pool), time.monotonic() - started, before, best)
+
+
+def _accumulate(
+    trainer: Trainer, training: Parts, batch: Prompts, chance: random.Random, writer: WriterWeights
+) -> None:
+    """Fill in the gradients of a step, of which each part counts by its prompts."""
+    weights = [weight for pair in writer.values() for weight in pair]
+    ratios = {id(prompt): chance.choice(RATIOS) for prompt in batch}
+
+    def add(part: Prompts) -> None:
+        loss = trainer.loss(part, [ratios[id(prompt)] for prompt in part], writer) * (len(part) / len(batch))
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+    training.compute(batch, add)
+
+
+def _copy(writer: WriterWeights) -> WriterWeights:
+    return {name: (down.detach().clone(), up.detach().clone()) for name, (down, up) in writer.items()}
+
+
+def _take_up(partial: Path, writer: WriterWeights) -> int:
+    """Fill in the weights of an interrupted tuning, and return the number of its prompts; 0 if there is none."""
+    if not partial.exists():
+        return 0
+    for name, pair in load_writer(partial).items():
+        for weight, found in zip(writer[name], pair, strict=True):
+            weight.data.copy_(found)
+    with safe_open(partial, "pt") as file:
+        return int(file.metadata()["prompts"])
