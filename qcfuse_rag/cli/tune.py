@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -53,7 +53,7 @@ def run_tune(library: Path, config: EngineConfig, count: int, *, as_json: bool) 
                 print_line(f"the weights so far are in {partial}; the same command goes on from there", ERR)
             raise
     if as_json:
-        print_json(report.to_dict())
+        print_json({**asdict(report), "path": report.path and str(report.path)})
     else:
         _print_report(report, library)
     return report.path is not None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors import safe_open
@@ -57,18 +57,6 @@ class TuningReport:
     seconds: float
     before: Measured
     after: Measured
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        figures = {
-            name: {str(ratio): asdict(nearness) for ratio, nearness in measured.items()}
-            for name, measured in (("before", self.before), ("after", self.after))
-        }
-        return {
-            "writer": self.path and str(self.path),
-            **{name: getattr(self, name) for name in ("prompts", "passages", "seconds")},
-            **figures,
-        }
 
 
 class Parts:
@@ -126,7 +114,7 @@ def tune(
     Ctrl-C keeps the weights so far beside the writer's file; the next call goes on from there.
 
     Args:
-        lm: the model without a writer.
+        lm: the model; a writer that it has is left out.
         prompts: its prompts.
         texts: the passages.
         folder: of the store.
@@ -139,6 +127,7 @@ def tune(
         UnsupportedModel: if the model cannot be trained.
         QCFuseError: if there are too few passages.
     """
+    lm = lm.with_writer(None)
     refuse_untunable(lm)
     pool = sorted(usable_passages(prompts, texts, lm.context_window.tokens))
     if len(pool) < LEAST_PASSAGES:
@@ -169,7 +158,7 @@ def tune(
         weights = [weight for pair in writer.values() for weight in pair]
         best = before = measure(writer)
         measured(0, before)
-        begun = done = min(_take_up(partial_path(path), writer), count - 1)
+        begun = done = min(_take_up(partial_path(path), trainer, writer), count - 1)
         chance.seed(f"{seed} {begun}")
         optimizer, kept, worse, waiting = torch.optim.AdamW(weights), None, 0, list[Prompts]()
         try:
@@ -228,12 +217,12 @@ def _copy(writer: WriterWeights) -> WriterWeights:
     return {name: (down.detach().clone(), up.detach().clone()) for name, (down, up) in writer.items()}
 
 
-def _take_up(partial: Path, writer: WriterWeights) -> int:
+def _take_up(partial: Path, trainer: Trainer, writer: WriterWeights) -> int:
     """Fill in the weights of an interrupted tuning, and return the number of its prompts; 0 if there is none."""
-    if not partial.exists():
+    if (found := load_writer(partial, trainer.model)) is None:
         return 0
-    for name, pair in load_writer(partial).items():
-        for weight, found in zip(writer[name], pair, strict=True):
-            weight.data.copy_(found)
+    for name, pair in found[0].items():
+        for weight, half in zip(writer[name], pair, strict=True):
+            weight.data.copy_(half)
     with safe_open(partial, "pt") as file:
         return int(file.metadata()["prompts"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,10 @@ def test_a_writer_is_kept_beside_the_librarys_caches(run: Run, library: Path, mo
 @pytest.mark.slow
 def test_a_writer_that_wins_nothing_is_not_kept(run: Run, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "RATE", {"cpu": 0.0})
-    code, out, _ = run("tune", "--store", library, "--device", "cpu", "--prompts", 8)
-    assert (code, "nothing is written" in out) == (1, True)
+    code, out, _ = run("tune", "--store", library, "--device", "cpu", "--prompts", 8, "--json")
+    found = json.loads(out)
+    assert (code, found["path"], found["prompts"], found["passages"]) == (1, None, 8, 24)
+    assert found["after"] == found["before"]
     assert not list((library / "kv").glob("writer-*"))
 
 
