@@ -89,8 +89,8 @@ def test_no_held_out_passage_is_trained_on(
     tune(lm, engine.prompts, TEXTS, tmp_path, count=24)
     held_out, *trained = taught
     assert 2 <= len(held_out) <= 4
-    assert len(set.union(*trained)) > 10
-    assert not held_out & set.union(*trained)
+    assert len(set[str]().union(*trained)) > 10
+    assert not held_out & set[str]().union(*trained)
 
 
 def test_too_few_passages_are_refused(engine: FusionEngine, lm: LanguageModel, tmp_path: Path) -> None:
