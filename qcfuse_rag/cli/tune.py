@@ -28,7 +28,6 @@ from qcfuse_rag.library.jobs import job_lock
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.writer import writer_path
 from qcfuse_rag.tuning.tune import RATIOS, Measured, TuningReport, partial_path, tune
 
 
@@ -49,7 +48,7 @@ def run_tune(library: Path, config: EngineConfig, count: int, *, as_json: bool) 
             with progress_bar("tuning", "prompts") as advance:
                 report = tune(lm, prompts, texts, folder, count=count, progress=advance, measured=_print_measured)
         except KeyboardInterrupt:
-            if (partial := partial_path(writer_path(folder, lm.fingerprint))).exists():
+            if (partial := partial_path(lm.fingerprint.writer_path(folder))).exists():
                 print_line(f"the weights so far are in {partial}; the same command goes on from there", ERR)
             raise
     if as_json:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.writer import WriterWeights, linear_layers, load_writer, save_writer, writer_path
+from qcfuse_rag.runtime.writer import WriterWeights, linear_layers, load_writer, save_writer
 from qcfuse_rag.tuning.prompts import LONGEST, WINDOW_SHARE, task_prompt, usable_passages
 from qcfuse_rag.tuning.trainer import Prompts, Trainer
 from qcfuse_rag.verification.exactness import stock_attention
@@ -136,7 +136,7 @@ def tune(
             f"first {LONGEST:,} characters have to fit {lm.context_window.tokens // WINDOW_SHARE} tokens, a sixth of "
             "the model's context window; warm more documents"
         )
-    chance, path = random.Random(seed), writer_path(folder, lm.fingerprint)
+    chance, path = random.Random(seed), lm.fingerprint.writer_path(folder)
     chance.shuffle(pool)
     aside = max(LEAST_HELD_OUT, len(pool) // 10)
     held_out = [task_prompt(prompts, pool[:aside], chance) for _ in range(HELD_OUT_PROMPTS)]
@@ -219,9 +219,10 @@ def _copy(writer: WriterWeights) -> WriterWeights:
 
 def _take_up(partial: Path, trainer: Trainer, writer: WriterWeights) -> int:
     """Fill in the weights of an interrupted tuning, and return the number of its prompts; 0 if there is none."""
-    if (found := load_writer(partial, trainer.model)) is None:
+    if not partial.exists():
         return 0
-    for name, pair in found[0].items():
+    weights, _ = load_writer(partial, trainer.model)
+    for name, pair in weights.items():
         for weight, half in zip(writer[name], pair, strict=True):
             weight.data.copy_(half)
     with safe_open(partial, "pt") as file:

@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 from qcfuse_rag import FusionEngine, LanguageModel
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
-from qcfuse_rag.runtime.writer import writer_path
 from qcfuse_rag.tuning import tune as tuning
 from qcfuse_rag.tuning.prompts import TuningPrompt
 from qcfuse_rag.tuning.trainer import Trainer
@@ -38,7 +37,7 @@ def lm(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
 def test_a_better_writer_is_written(engine: FusionEngine, lm: LanguageModel, tmp_path: Path) -> None:
     seen = list[int]()
     report = tune(lm, engine.prompts, TEXTS, tmp_path, count=32, measured=lambda done, _: seen.append(done))
-    assert report.path == writer_path(tmp_path, lm.fingerprint)
+    assert report.path == lm.fingerprint.writer_path(tmp_path)
     assert report.path.exists()
     assert report.after[0.05].kl <= 0.95 * report.before[0.05].kl
     assert seen[0] == 0
@@ -63,7 +62,7 @@ def test_an_interrupted_tuning_goes_on(engine: FusionEngine, lm: LanguageModel, 
 
     with pytest.raises(KeyboardInterrupt):
         tune(lm, engine.prompts, TEXTS, tmp_path, count=24, progress=stop)
-    partial = partial_path(writer_path(tmp_path, lm.fingerprint))
+    partial = partial_path(lm.fingerprint.writer_path(tmp_path))
     assert list(tmp_path.iterdir()) == [partial]
     with safe_open(partial, "pt") as file:
         assert file.metadata()["prompts"] == "8"
