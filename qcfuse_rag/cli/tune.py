@@ -31,7 +31,7 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.tuning.tune import RATIOS, Measured, TuningReport, partial_path, tune
 
 
-def run_tune(library: Path, config: EngineConfig, count: int, *, as_json: bool) -> bool:
+def run_tune(library: Path, config: EngineConfig, count: int | None, *, as_json: bool) -> bool:
     """Tune a writer for a library and print what it wins; return whether it is kept."""
     refuse_store(library)
     folder = existing_store_folder(library)

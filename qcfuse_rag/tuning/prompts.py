@@ -20,11 +20,9 @@ PEOPLE = ("Amara Okafor", "Lena Brandt", "Tomas Reyes", "Yuki Mori", "Priya Nair
 PLACES = ("Porto", "Lyon", "Graz", "Bergen", "Gdansk", "Turin", "Leeds", "Ghent", "Malmo", "Basel")
 NUMBERED = ("access code", "serial number", "ticket number", "room number", "order number", "phone extension")
 
-MOST_PASSAGES = 4
-LONGEST = 1200
-"""Characters of a passage."""
-WINDOW_SHARE = 6
-"""A passage takes at most this part of the context window: a sixth."""
+MOST_PASSAGES = 6
+WINDOW_SHARE = 8
+"""A passage takes at most this part of the context window: an eighth."""
 
 Task = Callable[[random.Random, list[str]], str]
 """Changes passages, and returns the question."""
@@ -69,15 +67,18 @@ class TuningPrompt:
 
 
 def usable_passages(prompts: PromptBuilder, texts: Sequence[str], window: int) -> list[str]:
-    """Return the texts, or the beginnings of long ones, of which several fit a context window of so many tokens."""
-    cut = (text.strip() if len(text) < LONGEST else text[:LONGEST].rsplit(maxsplit=1)[0].strip() for text in texts)
-    return [text for text in dict.fromkeys(cut) if text and len(prompts.chunk_ids(text)) <= window // WINDOW_SHARE]
+    """Return the different texts of which several fit a context window of so many tokens.
+
+    Long ones are not cut: a writer that has seen short passages alone makes long ones worse.
+    """
+    limit = window // WINDOW_SHARE
+    return [text for text in dict.fromkeys(text.strip() for text in texts) if 0 < len(prompts.chunk_ids(text)) <= limit]
 
 
 def task_prompt(prompts: PromptBuilder, pool: Sequence[str], chance: random.Random, only: str = "") -> TuningPrompt:
-    """Make a task of two to four passages; half of them ask about a name in a passage."""
+    """Make a task of two to six passages; half of them ask about a name in a passage."""
     name = only or ("about" if chance.random() < 0.5 else chance.choice([*TASKS]))
-    passages = chance.sample(pool, chance.randint(2, MOST_PASSAGES))
+    passages = chance.sample(pool, chance.randint(2, min(len(pool), MOST_PASSAGES)))
     return TuningPrompt.of(prompts, TASKS[name](chance, passages), passages)
 
 

@@ -17,14 +17,12 @@ from qcfuse_rag.errors import QCFuseError, UnsupportedModel
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.writer import WriterWeights, linear_layers, load_writer, save_writer
-from qcfuse_rag.tuning.prompts import LONGEST, WINDOW_SHARE, task_prompt, usable_passages
+from qcfuse_rag.tuning.prompts import WINDOW_SHARE, task_prompt, usable_passages
 from qcfuse_rag.tuning.trainer import Prompts, Trainer
 from qcfuse_rag.verification.exactness import stock_attention
 
 RATIOS = (0.05, 0.15)
-LEAST_PASSAGES, LEAST_HELD_OUT, HELD_OUT_PROMPTS = 20, 4, 32
-STEP, RATE = {"cpu": 8, "cuda": 32}, {"cpu": 5e-4, "cuda": 1e-3}
-"""Prompts of a step and the highest learning rate, by the type of the device."""
+LEAST_PASSAGES, LEAST_HELD_OUT, HELD_OUT_PROMPTS = 20, 4, 24
 WARM_UP_STEPS, TAUGHT_STEPS = 10, 4
 MEASUREMENTS, PATIENCE = 8, 3
 """Measurements of a whole tuning, and how many of them without a better one end it."""
@@ -32,6 +30,19 @@ LEAST_GAIN = 0.05
 """Share of the divergence that a writer has to take away to be kept."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How many prompts a kind of device learns from, in all, in a step and at once, and the highest learning rate."""
+
+    prompts: int
+    step: int
+    part: int
+    rate: float
+
+
+ON_CPU, ON_GPU = Schedule(160, 4, 2, 5e-4), Schedule(4096, 32, 32, 1e-3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +115,7 @@ def tune(
     texts: Sequence[str],
     folder: Path,
     *,
-    count: int = 4000,
+    count: int | None = None,
     seed: int = 1,
     progress: Callable[[int, int], None] = lambda *_: None,
     measured: Callable[[int, Measured], None] = lambda *_: None,
@@ -118,7 +129,7 @@ def tune(
         prompts: its prompts.
         texts: the passages.
         folder: of the store.
-        count: prompts to train on.
+        count: prompts to train on; None takes those of `ON_GPU` or `ON_CPU`.
         seed: of the held-out passages, the prompts and the first weights.
         progress: called with the number of prompts so far, and of all.
         measured: called with the number of prompts so far, 0 for the untuned model, and what was measured.
@@ -132,10 +143,12 @@ def tune(
     pool = sorted(usable_passages(prompts, texts, lm.context_window.tokens))
     if len(pool) < LEAST_PASSAGES:
         raise QCFuseError(
-            f"tuning needs {LEAST_PASSAGES} different passages, and {len(pool)} of {len(texts)} can be used: their "
-            f"first {LONGEST:,} characters have to fit {lm.context_window.tokens // WINDOW_SHARE} tokens, a sixth of "
-            "the model's context window; warm more documents"
+            f"tuning needs {LEAST_PASSAGES} different passages, and {len(pool)} of {len(texts)} can be used: each may "
+            f"have {lm.context_window.tokens // WINDOW_SHARE:,} tokens, an eighth of the context window; warm more "
+            "documents"
         )
+    schedule = ON_GPU if lm.device.type == "cuda" else ON_CPU
+    count, step = count or schedule.prompts, schedule.step
     chance, path = random.Random(seed), lm.fingerprint.writer_path(folder)
     chance.shuffle(pool)
     aside = max(LEAST_HELD_OUT, len(pool) // 10)
@@ -143,8 +156,7 @@ def tune(
     started = time.monotonic()
     with stock_attention(lm):  # without cuDNN's attention, which plans anew for each shape
         trainer = Trainer(lm, prompts)
-        step, rate = STEP[lm.device.type], RATE[lm.device.type]
-        teaching, training = Parts(TAUGHT_STEPS * step), Parts(step)
+        teaching, training = Parts(TAUGHT_STEPS * schedule.part), Parts(schedule.part)
         teaching.compute(held_out, trainer.teach)
 
         def measure(writer: WriterWeights) -> Measured:
@@ -174,7 +186,7 @@ def tune(
                 _accumulate(trainer, training, batch, chance, writer)
                 torch.nn.utils.clip_grad_norm_(weights, 1.0)
                 warm = min(1.0, (done - begun) / (WARM_UP_STEPS * step))
-                optimizer.param_groups[0]["lr"] = rate * warm * (1 - last / count)
+                optimizer.param_groups[0]["lr"] = schedule.rate * warm * (1 - last / count)
                 optimizer.step()
                 optimizer.zero_grad()
                 progress(done, count)

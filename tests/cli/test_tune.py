@@ -9,6 +9,7 @@ import pytest
 
 from qcfuse_rag.library.jobs import job_lock
 from qcfuse_rag.tuning import tune as tuning
+from qcfuse_rag.tuning.tune import Schedule
 from tests.support.cli import Run
 
 TEXTS = [f"The {what} of pier {pier} is old. It is red." for what in ("ferry", "mill", "lamp") for pier in range(8)]
@@ -21,7 +22,6 @@ def library(run: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tuning, "HELD_OUT_PROMPTS", 4)
     monkeypatch.setattr(tuning, "TAUGHT_STEPS", 1)
     monkeypatch.setattr(tuning, "WARM_UP_STEPS", 1)
-    monkeypatch.setattr(tuning, "STEP", {"cpu": 4})
     documents = tmp_path / "documents"
     documents.mkdir()
     for index, text in enumerate(TEXTS):
@@ -32,7 +32,7 @@ def library(run: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_a_writer_is_kept_beside_the_librarys_caches(run: Run, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "RATE", {"cpu": 5e-3})
+    monkeypatch.setattr(tuning, "ON_CPU", Schedule(32, 4, 4, 5e-3))
     code, out, err = run("tune", "--store", library, "--device", "cpu", "--prompts", 32)
     assert code == 0, err
     (writer,) = (library / "kv").glob("writer-*")
@@ -46,7 +46,7 @@ def test_a_writer_is_kept_beside_the_librarys_caches(run: Run, library: Path, mo
 
 @pytest.mark.slow
 def test_a_writer_that_wins_nothing_is_not_kept(run: Run, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "RATE", {"cpu": 0.0})
+    monkeypatch.setattr(tuning, "ON_CPU", Schedule(32, 4, 4, 0.0))
     code, out, _ = run("tune", "--store", library, "--device", "cpu", "--prompts", 8, "--json")
     found = json.loads(out)
     assert (code, found["path"], found["prompts"], found["passages"]) == (1, None, 8, 24)

@@ -16,7 +16,7 @@ from qcfuse_rag.errors import QCFuseError, UnsupportedModel
 from qcfuse_rag.tuning import tune as tuning
 from qcfuse_rag.tuning.prompts import TuningPrompt
 from qcfuse_rag.tuning.trainer import Trainer
-from qcfuse_rag.tuning.tune import Parts, partial_path, tune
+from qcfuse_rag.tuning.tune import Parts, Schedule, partial_path, tune
 from tests.support.families import build_model
 
 TEXTS = [f"The {what} of pier {pier} is old. It is red." for what in ("ferry", "mill", "lamp") for pier in range(8)]
@@ -28,9 +28,8 @@ def lm(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     monkeypatch.setattr("qcfuse_rag.tuning.trainer.ANSWER_TOKENS", 3)
     monkeypatch.setattr(tuning, "HELD_OUT_PROMPTS", 4)
     monkeypatch.setattr(tuning, "TAUGHT_STEPS", 1)
-    monkeypatch.setattr(tuning, "STEP", {"cpu": 4})
     monkeypatch.setattr(tuning, "WARM_UP_STEPS", 1)
-    monkeypatch.setattr(tuning, "RATE", {"cpu": 5e-3})
+    monkeypatch.setattr(tuning, "ON_CPU", Schedule(32, 4, 4, 5e-3))
     return LanguageModel.wrap(copy.deepcopy(engine.lm.model), engine.lm.tokenizer)
 
 
@@ -48,7 +47,7 @@ def test_a_better_writer_is_written(engine: FusionEngine, lm: LanguageModel, tmp
 def test_a_writer_that_is_not_better_is_not_written(
     engine: FusionEngine, lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "RATE", {"cpu": 0.0})
+    monkeypatch.setattr(tuning, "ON_CPU", Schedule(32, 4, 4, 0.0))
     report = tune(lm, engine.prompts, TEXTS, tmp_path, count=32)
     assert (report.path, report.after) == (None, report.before)
     assert report.prompts == 12, "three measurements without a better one"
