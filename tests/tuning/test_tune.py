@@ -29,6 +29,7 @@ def lm(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     monkeypatch.setattr(tuning, "HELD_OUT_PROMPTS", 4)
     monkeypatch.setattr(tuning, "TAUGHT_STEPS", 1)
     monkeypatch.setattr(tuning, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(tuning, "PATIENCE", 8)
     monkeypatch.setattr(tuning, "ON_CPU", Schedule(32, 4, 4, 5e-3))
     return LanguageModel.wrap(copy.deepcopy(engine.lm.model), engine.lm.tokenizer)
 
