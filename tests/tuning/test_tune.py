@@ -29,12 +29,14 @@ def lm(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     monkeypatch.setattr(tuning, "HELD_OUT_PROMPTS", 4)
     monkeypatch.setattr(tuning, "TAUGHT_STEPS", 1)
     monkeypatch.setattr(tuning, "WARM_UP_STEPS", 1)
-    monkeypatch.setattr(tuning, "PATIENCE", 8)
     monkeypatch.setattr(tuning, "ON_CPU", Schedule(32, 4, 4, 5e-3))
     return LanguageModel.wrap(copy.deepcopy(engine.lm.model), engine.lm.tokenizer)
 
 
-def test_a_better_writer_is_written(engine: FusionEngine, lm: LanguageModel, tmp_path: Path) -> None:
+def test_a_better_writer_is_written(
+    engine: FusionEngine, lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "PATIENCE", 8)
     seen = list[int]()
     report = tune(lm, engine.prompts, TEXTS, tmp_path, count=32, measured=lambda done, _: seen.append(done))
     assert report.path == lm.fingerprint.writer_path(tmp_path)
