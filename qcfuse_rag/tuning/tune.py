@@ -157,6 +157,7 @@ def tune(
     with stock_attention(lm):  # without cuDNN's attention, which plans anew for each shape
         trainer = Trainer(lm, prompts)
         teaching, training = Parts(TAUGHT_STEPS * schedule.part), Parts(schedule.part)
+        progress(0, count)
         teaching.compute(held_out, trainer.teach)
 
         def measure(writer: WriterWeights) -> Measured:
