@@ -173,7 +173,7 @@ def tune_command(
     store: Library = LIBRARY,
     config: WordedModel,
     prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts to train on; by default 4,096 on a GPU and 160 on a CPU.")
+        int | None, typer.Option(min=1, help="Prompts to train on; by default 4,096 on a GPU and 120 on a CPU.")
     ] = None,
     as_json: Json = False,
 ) -> None:

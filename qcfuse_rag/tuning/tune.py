@@ -22,7 +22,7 @@ from qcfuse_rag.tuning.trainer import Prompts, Trainer
 from qcfuse_rag.verification.exactness import stock_attention
 
 RATIOS = (0.05, 0.15)
-LEAST_PASSAGES, LEAST_HELD_OUT, HELD_OUT_PROMPTS = 20, 4, 24
+LEAST_PASSAGES, HELD_OUT_PROMPTS = 20, 24
 WARM_UP_STEPS, TAUGHT_STEPS = 10, 4
 MEASUREMENTS, PATIENCE = 8, 3
 """Measurements of a whole tuning, and how many of them without a better one end it."""
@@ -42,7 +42,7 @@ class Schedule:
     rate: float
 
 
-ON_CPU, ON_GPU = Schedule(160, 4, 2, 5e-4), Schedule(4096, 32, 32, 1e-3)
+ON_CPU, ON_GPU = Schedule(120, 4, 2, 5e-4), Schedule(4096, 32, 32, 1e-3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def tune(
     progress: Callable[[int, int], None] = lambda *_: None,
     measured: Callable[[int, Measured], None] = lambda *_: None,
 ) -> TuningReport:
-    """Train a writer on tasks about passages; write it to a store's folder if it is better on held-out passages.
+    """Train a writer on tasks about passages; write it to a store's folder if it is better on other such tasks.
 
     Ctrl-C keeps the weights so far beside the writer's file; the next call goes on from there.
 
@@ -130,7 +130,7 @@ def tune(
         texts: the passages.
         folder: of the store.
         count: prompts to train on; None takes those of `ON_GPU` or `ON_CPU`.
-        seed: of the held-out passages, the prompts and the first weights.
+        seed: of the prompts and the first weights.
         progress: called with the number of prompts so far, and of all.
         measured: called with the number of prompts so far, 0 for the untuned model, and what was measured.
 
@@ -150,9 +150,7 @@ def tune(
     schedule = ON_GPU if lm.device.type == "cuda" else ON_CPU
     count, step = count or schedule.prompts, schedule.step
     chance, path = random.Random(seed), lm.fingerprint.writer_path(folder)
-    chance.shuffle(pool)
-    aside = max(LEAST_HELD_OUT, len(pool) // 10)
-    held_out = [task_prompt(prompts, pool[:aside], chance) for _ in range(HELD_OUT_PROMPTS)]
+    held_out = [task_prompt(prompts, pool, chance) for _ in range(HELD_OUT_PROMPTS)]
     started = time.monotonic()
     with stock_attention(lm):  # without cuDNN's attention, which plans anew for each shape
         trainer = Trainer(lm, prompts)
@@ -177,7 +175,7 @@ def tune(
         try:
             while done < count and worse < PATIENCE:
                 if not waiting:  # padded to equal lengths, so of similar ones
-                    some = [task_prompt(prompts, pool[aside:], chance) for _ in range(TAUGHT_STEPS * step)]
+                    some = [task_prompt(prompts, pool, chance) for _ in range(TAUGHT_STEPS * step)]
                     some.sort(key=len)
                     teaching.compute(some, trainer.teach)
                     waiting = [some[start : start + step] for start in range(0, len(some), step)]
