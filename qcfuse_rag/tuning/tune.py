@@ -195,9 +195,7 @@ def tune(
                     worse += 1
                     if found[RATIOS[0]].kl < best[RATIOS[0]].kl:
                         best, worse = found, 0
-                        kept = {
-                            name: (down.detach().clone(), up.detach().clone()) for name, (down, up) in writer.items()
-                        }
+                        kept = _copy(writer)
         except KeyboardInterrupt:
             if done > begun:
                 save_writer(partial_path(path), writer, {"prompts": str(done)})
