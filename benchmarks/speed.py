@@ -34,7 +34,6 @@ from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.primer import PRIMER_TOKENS
 from qcfuse_rag.ingestion.warm_job import WarmJob
-from qcfuse_rag.models.cpu_weights import stock_model
 from qcfuse_rag.models.rope import cache_argument
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
@@ -43,6 +42,7 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.model_views import stock_model
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.backends.disk import DiskStore

@@ -28,7 +28,7 @@ from qcfuse_rag.library.jobs import job_lock
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.tuning.tune import RATIOS, Measured, TuningReport, partial_path, tune
+from qcfuse_rag.tuning.tune import LEAST_GAIN, RATIOS, Measured, TuningReport, partial_path, tune
 
 
 def run_tune(library: Path, config: EngineConfig, count: int | None, *, as_json: bool) -> bool:
@@ -72,7 +72,7 @@ def _print_report(report: TuningReport, library: Path) -> None:
     OUT.print(table)
     print_line(f"{report.prompts:,} prompts of {report.passages:,} passages in {duration(report.seconds)}")
     if report.path is None:
-        print_line("the writer is not better by 5 %, so nothing is written")
+        print_line(f"the writer is not better by {LEAST_GAIN:.0%}, so nothing is written")
         return
     store = shlex.quote(str(library))
     print_line(f"saved in {report.path}; delete this file to go back")

@@ -62,7 +62,7 @@ class RerankCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether even the lower end of the interval is above zero."""
+        """Whether the whole interval is above zero."""
         return self.interval[0] > 0
 
     @property

@@ -151,23 +151,6 @@ def pack_linears(model: nn.Module) -> None:
             model.set_submodule(name, PackedLinear(module))
 
 
-def stock_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a view of a model whose linear layers are torch's own, with copies of weights that are packed."""
-    view = _unpacked(model)
-    assert isinstance(view, PreTrainedModel)
-    return view
-
-
-def _unpacked(module: nn.Module) -> nn.Module:
-    if isinstance(module, PackedLinear):
-        linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-        linear.weight, linear.bias = nn.Parameter(module.weight, requires_grad=False), module.bias
-        return linear
-    view = copy.copy(module)
-    view._modules = {name: child and _unpacked(child) for name, child in module._modules.items()}
-    return view
-
-
 class Float16Linear(nn.Module):
     """A copy of a linear layer with float16 weights, which FBGEMM widens as it reads them; sums are in float32."""
 

@@ -7,11 +7,15 @@ do passes that run the model itself; views by `fused_layers` also replace functi
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qcfuse_rag.models.cpu_weights import PackedLinear
 
 
 class ModuleProxy(nn.Module):
@@ -101,9 +105,35 @@ def with_module(module: nn.Module, replacement: nn.Module, *, instead: nn.Module
     """Return a view of a module in which a submodule at any depth is replaced; weights are shared."""
     if module is instead:
         return replacement
-    view = copy.copy(module)
-    view._modules = dict(module._modules)
+    parts = dict(module._modules)
     for name, child in module._modules.items():
         if child is not None and any(submodule is instead for submodule in child.modules()):
-            view._modules[name] = with_module(child, replacement, instead=instead)
+            parts[name] = with_module(child, replacement, instead=instead)
+    return view_of(module, parts)
+
+
+def view_of(
+    module: nn.Module, parts: dict[str, nn.Module | None], forward: types.FunctionType | None = None
+) -> nn.Module:
+    """Return a view of a module that has other modules inside, and another forward if one is given."""
+    view = copy.copy(module)
+    view._modules = parts
+    if forward is not None:  # a class, since a bound method would keep the view and its weights in a ring
+        own = type(module)
+        view.__class__ = type(f"Fused{own.__name__}", (own,), {"forward": forward, "__module__": own.__module__})
     return view
+
+
+def stock_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a view of a model whose linear layers are torch's own, with copies of weights that are packed."""
+    view = _unpacked(model)
+    assert isinstance(view, PreTrainedModel)
+    return view
+
+
+def _unpacked(module: nn.Module) -> nn.Module:
+    if not isinstance(module, PackedLinear):
+        return view_of(module, {name: child and _unpacked(child) for name, child in module._modules.items()})
+    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    linear.weight, linear.bias = nn.Parameter(module.weight, requires_grad=False), module.bias
+    return linear

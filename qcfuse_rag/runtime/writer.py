@@ -7,7 +7,6 @@ SemPIC's (arXiv 2607.28069). `tuning` makes writers, and a store's folder keeps 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.models.rope import decoder_of
+from qcfuse_rag.runtime.model_views import view_of
 
 WriterWeights = Mapping[str, tuple[Tensor, Tensor]]
 """By the name of a linear layer within the decoder: `[rank, in]` and `[out, rank]`."""
@@ -55,12 +55,11 @@ def adapted_view(model: PreTrainedModel, weights: WriterWeights) -> PreTrainedMo
     def view(module: nn.Module, name: str | None) -> nn.Module:
         if name is not None and name in weights:
             return AdaptedLinear(module, *weights[name])
-        seen = copy.copy(module)
-        seen._modules = {}
+        parts = dict[str, nn.Module | None]()
         for part, child in module._modules.items():
             inner = "" if child is decoder else None if name is None else f"{name}.{part}".lstrip(".")
-            seen._modules[part] = child and view(child, inner)
-        return seen
+            parts[part] = child and view(child, inner)
+        return view_of(module, parts)
 
     whole = view(model, "" if model is decoder else None)
     assert isinstance(whole, PreTrainedModel)

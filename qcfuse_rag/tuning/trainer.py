@@ -19,10 +19,10 @@ from transformers import DynamicCache
 
 from qcfuse_rag.generation.completion import end_tokens
 from qcfuse_rag.ingestion.primer import PRIMER, primer_ids
-from qcfuse_rag.models.cpu_weights import stock_model
 from qcfuse_rag.models.rope import cache_argument, decoder_of
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.model_views import stock_model
 from qcfuse_rag.runtime.writer import WriterWeights, adapted_view, linear_layers
 from qcfuse_rag.tuning.prompts import TuningPrompt
 

@@ -60,7 +60,15 @@ Measured = Mapping[float, Nearness]
 
 @dataclass(frozen=True, slots=True)
 class TuningReport:
-    """What tuning has done; `path` is the writer's file, None if it is not better."""
+    """The outcome of a tuning.
+
+    Attributes:
+        path: the writer's file; None if nothing was written, because the writer is not better.
+        prompts: number of prompts it was trained on.
+        passages: number of passages these are made of.
+        before: without the writer.
+        after: with the best weights.
+    """
 
     path: Path | None
     prompts: int
@@ -200,11 +208,12 @@ def tune(
             if done > begun:
                 save_writer(partial_path(path), writer, {"prompts": str(done)})
             raise
-    better = best[RATIOS[0]].kl <= (1 - LEAST_GAIN) * before[RATIOS[0]].kl
-    if kept is not None and better:
+    written = None
+    if kept is not None and best[RATIOS[0]].kl <= (1 - LEAST_GAIN) * before[RATIOS[0]].kl:
         save_writer(path, kept, {"prompts": str(done)})
+        written = path
     partial_path(path).unlink(missing_ok=True)
-    return TuningReport(path if better else None, done, len(pool), time.monotonic() - started, before, best)
+    return TuningReport(written, done, len(pool), time.monotonic() - started, before, best)
 
 
 def _accumulate(

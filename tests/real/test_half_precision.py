@@ -12,8 +12,8 @@ from torch import Tensor
 
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.models.cpu_weights import stock_model
 from qcfuse_rag.runtime.fused_layers.fused_modules import FewRowProduct, fused_view
+from qcfuse_rag.runtime.model_views import stock_model
 from qcfuse_rag.verification import exactness
 from tests.support.rounding_kernels import compute_kernels_in_torch
 

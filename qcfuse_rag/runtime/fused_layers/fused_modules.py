@@ -6,7 +6,6 @@ only if both return the same for random numbers. Every other module stays.
 
 from __future__ import annotations
 
-import copy
 import logging
 import types
 from collections import Counter
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qcfuse_rag.runtime.model_views import ModuleProxy
+from qcfuse_rag.runtime.model_views import ModuleProxy, view_of
 
 GATED = {"gate_proj", "up_proj", "down_proj"}
 """Names of the parts of a gated feed-forward network in transformers' models."""
@@ -281,18 +280,6 @@ def with_globals(forward: types.FunctionType, **others: Any) -> types.FunctionTy
     other = types.FunctionType(forward.__code__, seen, forward.__name__, forward.__defaults__, forward.__closure__)
     other.__kwdefaults__ = forward.__kwdefaults__
     return other
-
-
-def view_of(
-    module: nn.Module, parts: dict[str, nn.Module | None], forward: types.FunctionType | None = None
-) -> nn.Module:
-    """Return a view of a module that has other modules inside, and another forward if one is given."""
-    view = copy.copy(module)
-    view._modules = parts
-    if forward is not None:  # a class, since a bound method would keep the view and its weights in a ring
-        own = type(module)
-        view.__class__ = type(f"Fused{own.__name__}", (own,), {"forward": forward, "__module__": own.__module__})
-    return view
 
 
 def _rotates_all(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
