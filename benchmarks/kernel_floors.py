@@ -191,7 +191,7 @@ def _blocks(sizes: LayerSizes, tokens: int, kv_dtype: str) -> list[PlacementBloc
         for keys, values in zip(buffer.keys, buffer.values, strict=True):
             for target, rotation, over in ((keys, rope, 0), (values, None, 2)):
                 stored = sizes.random(CHUNK, sizes.kv_heads, sizes.dim)
-                block, scale = (stored, None) if kv_dtype == LOSSLESS else quantize(stored, kv_dtype, over=over)
+                block, scale = (stored, None) if kv_dtype == LOSSLESS else quantize(stored, over=over)
                 blocks.append(PlacementBlock(block, scale, target, start, rotation))
     return blocks
 

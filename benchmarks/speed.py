@@ -72,9 +72,7 @@ class Options(ModelOptions):
     tiers: Annotated[
         str, Option(help=f"Storage tiers: {', '.join(TIERS)}; by default memory,disk, on a GPU pinned,device,disk.")
     ] = ""
-    kv_dtype: Annotated[str, Option(help="Number formats of stored passages: model, int8, fp8; with commas.")] = (
-        LOSSLESS
-    )
+    kv_dtype: Annotated[str, Option(help="Number formats of stored passages: model, int8; with commas.")] = LOSSLESS
     chunk: Annotated[int, Option(min=1, help="Tokens of a passage.")] = 512
     requests: Annotated[str, Option(help="Batch sizes to decode, with commas.")] = "1,4,8"
     folder: Annotated[Path | None, Option(help="Folder on the disk to measure; by default a temporary one.")] = None

@@ -86,7 +86,7 @@ class CorpusOptions:
         reader: Reader: files, llama-index (a persisted index) or langchain (a dumped store).
         max_tokens: Maximum tokens in a passage.
         batch_tokens: Maximum tokens in one pass; by default 2048 on a CPU, 16384 on a GPU.
-        kv_dtype: Number format of stored keys and values: int8 (default of a new store), model or fp8.
+        kv_dtype: Number format of stored keys and values: int8 (default of a new store) or model.
         limit_gb: Maximum size of the store in GB; 68.7 if never set.
     """
 
@@ -220,7 +220,7 @@ class PlanOptions:
     gpu: str = "h200"
     retrieved: Annotated[int, Ge(1)] = 10
     ratio: Annotated[float, Ge(0), Le(1)] = 0.15
-    kv_dtype: Literal["model", "int8", "fp8"] = "int8"
+    kv_dtype: Literal["model", "int8"] = "int8"
     reached: Annotated[float, Ge(0.01), Le(1)] = 0.5
     caches: Annotated[int, Ge(1)] = 2
 

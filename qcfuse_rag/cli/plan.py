@@ -26,7 +26,7 @@ from qcfuse_rag.runtime.device import fastest_s
 HERE = "here"
 REACHED = 0.5  # share of a data sheet's rates that a program is assumed to reach
 QUESTION_TOKENS = 64  # of the question and the template
-BYTES_PER_NUMBER = {"model": 2.0, "int8": 1.0, "fp8": 1.0}  # bytes of a stored number; scales add some percent
+BYTES_PER_NUMBER = {"model": 2.0, "int8": 1.0}  # bytes of a stored number; scales add some percent
 
 
 @dataclass(frozen=True, slots=True)

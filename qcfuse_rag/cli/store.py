@@ -259,18 +259,17 @@ def compress(
     folder: Folder,
     addresses: Addresses = None,
     source: SourceName = None,
-    kv_dtype: Annotated[str, typer.Option(help="Number format: int8 or fp8.")] = "int8",
     as_json: Json = False,
 ) -> None:
-    """Rewrite entries in fewer bytes; all entries if none are named."""
+    """Rewrite entries in int8; all entries if none are named."""
     from qcfuse_rag.library.folder import open_disk_tier
-    from qcfuse_rag.store.admin import rewrite
+    from qcfuse_rag.store.admin import compress as compress_entries
     from qcfuse_rag.store.documents.sources import Sources
 
     with open_disk_tier(folder) as store, progress_bar("compressing", "entries") as advance:
         with closing(Sources(store)) as documents:
             selected = _select(documents, addresses, source) if addresses or source else None
-        report = rewrite(store, kv_dtype, selected, progress=advance)
+        report = compress_entries(store, selected, progress=advance)
     print_result(
         asdict(report),
         as_json,

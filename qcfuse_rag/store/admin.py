@@ -18,7 +18,7 @@ from qcfuse_rag.store.backends.index import DiskQuota
 from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
 from qcfuse_rag.store.documents.sources import FILE_NAME, Garbage, Manifest, manifest_damage
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.quantization import LOSSLESS, RANKS, check_kv_dtype
+from qcfuse_rag.store.quantization import LOSSLESS
 
 Progress = Callable[[int, int], None]
 """`(done, total) -> None`."""
@@ -70,24 +70,19 @@ def move(
     return _copy(source, target, lambda chunk: to_store_format(chunk, target.kv_dtype), addresses, progress, keep=keep)
 
 
-def rewrite(
-    store: KVStore, kv_dtype: str, addresses: Iterable[str] | None = None, *, progress: Progress | None = None
+def compress(
+    store: KVStore, addresses: Iterable[str] | None = None, *, progress: Progress | None = None
 ) -> ChangeReport:
-    """Rewrite entries in a smaller format; lost precision does not come back.
+    """Rewrite entries in the model's own dtype as int8; lost precision does not come back.
 
-    Patches stay as they are: low rank takes fewer bytes still. The format of later entries does not change, see
-    `open_store`.
+    The format of later entries does not change, see `open_store`.
 
     Raises:
         StoreError: if the store cannot be written.
-        ValueError: if there is no such format, or it is `model`.
     """
-    check_kv_dtype(kv_dtype)
-    if kv_dtype == LOSSLESS:
-        raise ValueError("lost precision does not come back; discard the entries and warm them again")
 
     def smaller(chunk: ChunkKV) -> ChunkKV | None:
-        return None if chunk.kv_dtype == kv_dtype or chunk.kv_dtype in RANKS else to_format(chunk, kv_dtype)
+        return to_format(chunk, "int8") if chunk.kv_dtype == LOSSLESS else None
 
     return _copy(store, store, smaller, addresses, progress, keep=True)
 

@@ -374,13 +374,13 @@ def to_format(chunk: ChunkKV, kv_dtype: str) -> ChunkKV:
     tensors = {name: chunk.blocks[name] for name in ("ranking", *chunk.extras)}
     for layer in range(chunk.n_layers):
         for kind, block in zip(("key", "value"), chunk.layer(layer), strict=True):
-            tokens = (block.cpu() if block.device.type == "mps" else block).transpose(0, 1)  # has no fp8 and float64
+            tokens = (block.cpu() if block.device.type == "mps" else block).transpose(0, 1)  # has no float64
             if kv_dtype == LOSSLESS:
                 tensors[f"{kind}.{layer}"] = tokens.contiguous()
             elif kv_dtype in RANKS:
                 tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.basis"] = factorize(tokens, kv_dtype)
             else:
-                quantized, scale = quantize(tokens, kv_dtype, over=0 if kind == "key" else 2)
+                quantized, scale = quantize(tokens, over=0 if kind == "key" else 2)
                 tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.scale"] = quantized, scale
     return chunk.with_blocks(tensors, kv_dtype)
 

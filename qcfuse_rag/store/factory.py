@@ -43,7 +43,7 @@ def open_store(
         folder: of the disk tier; None keeps chunks in memory only, until the process ends.
         disk_bytes: most bytes the folder may take; 64 GiB if never given.
         memory_bytes: most bytes the memory tier may take.
-        kv_dtype: format of new entries, `model`, `int8` or `fp8`; see `store.quantization`. A new folder or remote gets
+        kv_dtype: format of new entries, `model` or `int8`; see `store.quantization`. A new folder or remote gets
             `int8`, and a store in memory alone the model's own.
         eviction: policy on disk, `cost`, `lru` or `lfu`; see `store.backends.base`.
         ttl_s: seconds after which new entries expire.

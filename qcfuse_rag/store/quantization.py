@@ -64,10 +64,9 @@ def multiply_factors(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 LOSSLESS = "model"
 """The model's dtype, unchanged."""
 
-ONE_BYTE_FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-"""Formats of one byte a number, with the largest number each can hold."""
+LARGEST_INT8 = 127.0
 
-STORE_FORMATS = (LOSSLESS, *ONE_BYTE_FORMATS)
+STORE_FORMATS = (LOSSLESS, "int8")
 """Formats a store can be told to write."""
 
 FORMATS = (*STORE_FORMATS, *RANKS)
@@ -94,24 +93,21 @@ def side_block(kv_dtype: str) -> Literal["scale", "basis"] | None:
     return "basis" if kv_dtype in RANKS else "scale"
 
 
-def quantize(tokens: Tensor, kv_dtype: str, *, over: int) -> tuple[Tensor, Tensor]:
-    """Write numbers in one byte each, with shared scales.
+def quantize(tokens: Tensor, *, over: int) -> tuple[Tensor, Tensor]:
+    """Write numbers as int8, with shared scales.
 
     Args:
         tokens: `[n, H, D]`, any float dtype.
-        kv_dtype: `int8` or `fp8`.
         over: dimension whose numbers share a scale: 0 for one scale a channel, 2 for one a token.
 
     Returns:
-        `[n, H, D]` in the one-byte dtype, and float32 scales `[1, H, D]` or `[n, H, 1]`.
+        `[n, H, D]` int8, and float32 scales `[1, H, D]` or `[n, H, 1]`.
     """
-    dtype, largest = ONE_BYTE_FORMATS[kv_dtype]
     wide = tokens.to(torch.float32)
-    scale = wide.abs().amax(over, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * largest) / largest
-    scaled = wide / scale
-    if not dtype.is_floating_point:
-        scaled = scaled.round()
-    return scaled.clamp(-largest, largest).to(dtype).contiguous(), scale.contiguous()
+    least = torch.finfo(torch.float32).tiny * LARGEST_INT8
+    scale = wide.abs().amax(over, keepdim=True).clamp_min(least) / LARGEST_INT8
+    quantized = (wide / scale).round().clamp(-LARGEST_INT8, LARGEST_INT8).to(torch.int8)
+    return quantized.contiguous(), scale.contiguous()
 
 
 def dequantize(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

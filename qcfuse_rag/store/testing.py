@@ -19,7 +19,6 @@ from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss
 from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks, to_format
 from qcfuse_rag.store.key import ChunkKey, hash_ids
-from qcfuse_rag.store.quantization import ONE_BYTE_FORMATS
 
 FINGERPRINT = Fingerprint("weights", "config", "tokenizer", "rope", "float32")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -90,10 +89,9 @@ class KVStoreTests:
             assert {block.dtype for block in self._chunk(store, number).layer(1)} == {dtype}
 
     def test_a_quantized_chunk_stays_as_it_is(self, store: KVStore) -> None:
-        for number, kv_dtype in enumerate(ONE_BYTE_FORMATS):
-            quantized = to_format(example_chunk(number), kv_dtype)
-            store.put(example_key(number), quantized)
-            assert_same(store.get(example_key(number)), quantized)
+        quantized = to_format(example_chunk(), "int8")
+        store.put(example_key(), quantized)
+        assert_same(store.get(example_key()), quantized)
 
     def test_the_notes_of_a_chunk_come_back(self, store: KVStore) -> None:
         for number, dtype in enumerate(DTYPES):

@@ -260,8 +260,6 @@ def test_what_destroys_must_be_meant(run: Run, folder: Path) -> None:
         (["pin"], "name entries by address, or a document with --source"),
         (["pin", "--source", "lamps"], "no document 'lamps' in the store"),
         (["move"], "name the remote with --to or with --from"),
-        (["compress", "--kv-dtype", "int4"], "no kv_dtype 'int4'; there are model, int8, fp8"),
-        (["compress", "--kv-dtype", "model"], "lost precision does not come back"),
     ],
 )
 def test_errors_are_one_line(run: Run, folder: Path, arguments: list[str], message: str) -> None:

@@ -38,7 +38,7 @@ class TestPinnedMemory(KVStoreTests):
         assert found.blocks["key.0"].is_pinned()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kv_dtype", ["model", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
 def test_answers_do_not_depend_on_the_tier(kv_dtype: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     lm = LanguageModel.wrap(build_model("llama").to("cuda"), tokenizer)
     with DiskStore(tmp_path, kv_dtype=kv_dtype) as disk:

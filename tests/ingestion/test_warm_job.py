@@ -73,7 +73,7 @@ def test_a_plan_of_an_empty_store_does_not_store_the_system_prefix(engine: Fusio
     assert engine.store.stats()[0].entries == 0
 
 
-@pytest.mark.parametrize("kv_dtype", ["model", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
 def test_entries_take_what_was_estimated(llama: LanguageModel, tmp_path: Path, kv_dtype: str) -> None:
     store = DiskStore(tmp_path, kv_dtype=kv_dtype)
     engine = make_engine(llama, store)

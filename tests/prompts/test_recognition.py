@@ -360,7 +360,7 @@ def test_a_manifest_that_cannot_be_read_costs_time_and_is_reported(
     assert str(prefilled.report.fallback).startswith("no passages were looked for: ")
 
 
-@pytest.mark.parametrize(("kv_dtype", "on_disk"), [("model", False), ("int8", True), ("fp8", False), ("rank16", True)])
+@pytest.mark.parametrize(("kv_dtype", "on_disk"), [("model", False), ("int8", True), ("int8", False), ("rank16", True)])
 def test_a_cut_chunk_is_that_part_of_the_whole(
     llama: LanguageModel, tmp_path: Path, kv_dtype: str, on_disk: bool
 ) -> None:

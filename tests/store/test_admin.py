@@ -1,4 +1,4 @@
-"""Moving and rewriting entries: what cannot be read is reported, and only what is damaged is removed."""
+"""Moving and compressing entries: what cannot be read is reported, and only what is damaged is removed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 
 from qcfuse_rag import MemoryStore
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.admin import ChangeReport, move, rewrite
+from qcfuse_rag.store.admin import ChangeReport, compress, move
 from qcfuse_rag.store.testing import example_chunk, example_key
 
 
-@pytest.mark.parametrize("act", [lambda store: move(store, MemoryStore()), lambda store: rewrite(store, "int8")])
+@pytest.mark.parametrize("act", [lambda store: move(store, MemoryStore()), compress])
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), CorruptEntry("checksum differs")])
 def test_only_damaged_entries_are_removed(
     act: Callable[[MemoryStore], ChangeReport], error: Exception, monkeypatch: pytest.MonkeyPatch

@@ -141,10 +141,9 @@ def test_no_tier_keeps_an_entry_longer_than_the_far_one(tmp_path: Path, monkeypa
 # Numbers: whichever tier answers, it answers the same.
 
 
-@pytest.mark.parametrize(("near", "far"), [("int8", "model"), ("fp8", "model"), ("int8", "fp8")])
-def test_a_near_tier_of_other_digits_than_the_far_one_is_refused(near: str, far: str) -> None:
-    with pytest.raises(StoreError, match=f"the near store keeps {near} and the far one {far}"):
-        TieredStore(MemoryStore(kv_dtype=near), MemoryStore(kv_dtype=far))
+def test_a_near_tier_of_other_digits_than_the_far_one_is_refused() -> None:
+    with pytest.raises(StoreError, match="the near store keeps int8 and the far one model"):
+        TieredStore(MemoryStore(kv_dtype="int8"), MemoryStore(kv_dtype="model"))
 
 
 @pytest.mark.parametrize("near", ["model", "int8"])
@@ -161,9 +160,9 @@ def test_every_tier_answers_the_same_numbers(near: str) -> None:
 
 
 def test_a_store_opened_again_keeps_its_kv_dtype_in_memory_too(tmp_path: Path) -> None:
-    open_store(tmp_path, kv_dtype="fp8").close()
+    open_store(tmp_path, kv_dtype="model").close()
     with open_store(tmp_path) as store:
-        assert [tier.kv_dtype for tier in store.tiers] == ["fp8", "fp8"]
+        assert [tier.kv_dtype for tier in store.tiers] == ["model", "model"]
 
 
 def test_a_folder_knows_the_remote_behind_it_but_not_its_password(

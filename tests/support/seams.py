@@ -42,9 +42,6 @@ engine_has_kernels = Seam(
     "qcfuse_rag.runtime.runner.kernels_available",
     *steps_have_kernels.names,
 )
-placement_support = Seam(
-    "qcfuse_rag.runtime.loading.sources.supports_placement", "qcfuse_rag.runtime.loading.slab_source.supports_placement"
-)
 KERNELS = {
     "attention": Seam("qcfuse_rag.runtime.kernels.sparse_attention.sparse_attention"),
     "by table": Seam("qcfuse_rag.runtime.kernels.table_attention.table_attention"),

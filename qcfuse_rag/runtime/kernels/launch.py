@@ -83,7 +83,6 @@ def triton_type(dtype: torch.dtype) -> tl.dtype:
         torch.float16: tl.float16,
         torch.bfloat16: tl.bfloat16,
         torch.int8: tl.int8,
-        torch.float8_e4m3fn: tl.float8e4nv,
     }[dtype]
 
 

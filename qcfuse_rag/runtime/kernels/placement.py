@@ -37,7 +37,7 @@ class PlacementBlock:
     A prompt has about a thousand, created while the device waits for them, so the checks are few.
 
     Attributes:
-        stored: `[n, H, D]` in the stored dtype: any float dtype, or int8 or fp8 with `scale`; contiguous.
+        stored: `[n, H, D]` in the stored dtype: any float dtype, or int8 with `scale`; contiguous.
         scale: `[1, H, D]` or `[n, H, 1]` float32, or None; contiguous.
         into: `[1, H, capacity, D]`, a layer of a request's buffer.
         start: position of the first token.

@@ -22,8 +22,6 @@ OLDEST = (8, 0)
 """Oldest compute capability that is supported: Ampere, the first with bfloat16."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256
-FP8_SINCE = (8, 9)
-"""First compute capability for which Triton converts fp8: Ada and Hopper."""
 ROWS, TOKENS, HEADS, KV_HEADS = 40, 300, 8, 2
 """Of the operands on which kernels are compared with their references."""
 
@@ -42,11 +40,6 @@ def supports_kernels(query: Tensor, key_or_value: Tensor) -> bool:
     """Return whether the kernels attend with these queries and keys or values; otherwise torch does."""
     dim = max(query.shape[-1], key_or_value.shape[-1])
     return len(query) == 1 and kernels_available(query.device, query.dtype, dim)
-
-
-def supports_placement(kv_dtype: str, device: torch.device) -> bool:
-    """Return whether the placement kernel of a device with kernels can read a storage format."""
-    return kv_dtype != "fp8" or torch.cuda.get_device_capability(device) >= FP8_SINCE
 
 
 @cache
@@ -144,7 +137,7 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     for kv_dtype in ("model", "int8"):
         stored: list[tuple[Tensor, Tensor | None]] = [(random(TOKENS, KV_HEADS, dim), None) for _ in range(2)]
         if kv_dtype != "model":
-            stored = [quantize(tensor, kv_dtype, over=2 * side) for side, (tensor, _) in enumerate(stored)]
+            stored = [quantize(tensor, over=2 * side) for side, (tensor, _) in enumerate(stored)]
         placed = torch.zeros(2, 2, 1, KV_HEADS, 2 * TOKENS, dim, dtype=dtype, device=device)
         for sides, place in zip(placed, (place_blocks, place_blocks_reference), strict=True):
             keys_and_values = zip(stored, sides, (rope, None), strict=True)  # placed by the same launch

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from qcfuse_rag.models.rope import AngleTables, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.kernels.support import supports_placement
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice
 from qcfuse_rag.runtime.loading.sources import LoadingChunk, SentLayers
 from qcfuse_rag.store.chunk import KINDS, BlockForm, SlabBlocks, SlabLayout
@@ -120,7 +119,6 @@ def slabs_by_format(
         if (
             isinstance(blocks, SlabBlocks)
             and blocks.layout is not None
-            and supports_placement(loading.chunk.kv_dtype, transfer.device)
             and (blocks.memory.device == transfer.device or blocks.memory.is_pinned())
             and blocks.layout.n_tokens == loading.chunk.n_tokens <= buffer.capacity - loading.start
         ):

@@ -15,11 +15,10 @@ from torch import Tensor
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.models.rope import AngleTables, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.kernels.support import supports_placement
 from qcfuse_rag.runtime.placement import copy_layer, stage_layer
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.quantization import side_block
+from qcfuse_rag.store.quantization import RANKS
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferHandle
@@ -90,10 +89,8 @@ class BlockSource:
         Without a placement kernel no launch is saved, and keys are best placed just before they are used. Low-rank
         blocks grow to full size when they are placed, and there is memory for a single layer of those.
         """
-        return all(
-            self._uses_kernel(loading.chunk.kv_dtype) and side_block(loading.chunk.kv_dtype) != "basis"
-            for loading in self._chunks
-        )
+        low_rank = any(loading.chunk.kv_dtype in RANKS for loading in self._chunks)
+        return self._transfer is not None and not low_rank
 
     def read(self, layers: range) -> SentLayers:
         """Read the blocks of some layers and start to send them; the reading thread calls it.
@@ -131,7 +128,7 @@ class BlockSource:
                 transfer.receive()
             for layer, (loading, chunk) in product(layers, zip(self._chunks, self._read_chunks, strict=True)):
                 try:
-                    if self._uses_kernel(chunk.kv_dtype):
+                    if self._transfer is not None:
                         staged += stage_layer(buffer, loading.start, chunk, layer, rope=self._ropes[layer])
                     else:
                         copy_layer(buffer, loading.start, chunk, layer, rope=self._ropes[layer], tables=self._angles)
@@ -152,6 +149,3 @@ class BlockSource:
         self._angles.clear()
         for blocks in self._blocks:
             blocks.clear()
-
-    def _uses_kernel(self, kv_dtype: str) -> bool:
-        return self._transfer is not None and supports_placement(kv_dtype, self._transfer.device)

@@ -41,7 +41,7 @@ HEADER_BYTES, BLOCK_HEADER_BYTES, CHECKSUM_BYTES = 700, 85, 20
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int8, torch.float8_e4m3fn)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int8)
 }
 
 
@@ -82,7 +82,8 @@ def _parse_header(fields: Any, entry: EntryBytes, start: int, cipher: EntryCiphe
     _require(type(extra_names) is list and ("extras" not in fields or len(extra_names) > 0), "extras")
     notes, extras = {name: value for name, value in fields.items() if name not in HEADER_FIELDS}, tuple(extra_names)
     count = 1 + len(extras) + layers * (2 if kv_dtype == LOSSLESS else 4)
-    _require(kv_dtype in FORMATS and len(names) == count, "numbers of blocks")
+    _require(kv_dtype in FORMATS, f"kv_dtype {kv_dtype!r}")
+    _require(len(names) == count, "numbers of blocks")
     _require(expires is None or (type(expires) in (int, float) and math.isfinite(expires)), "expiry")
     # Earlier versions ordered layers otherwise.
     expected, first = block_names(layers, kv_dtype, extras), 1 + len(extras)

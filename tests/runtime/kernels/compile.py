@@ -45,7 +45,7 @@ from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.quantization import LOSSLESS, quantize
 
-FP8_SINCE, LARGE_TILE_ARCHITECTURES = 89, (90, 100)
+LARGE_TILE_ARCHITECTURES = (90, 100)
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ARCHITECTURES = (80, 89, 90, 100)
@@ -126,10 +126,9 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
                     yield name, dim, partial(multiply, few, [weight] * 3, [linear.bias] * 3)
                 yield name, dim, partial(gate_projected, few, weight, weight, ACTIVATIONS[0])
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
-        formats = (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8")
-        for kv_dtype in formats if is_main else ("int8",):
+        for kv_dtype in (LOSSLESS, "int8") if is_main else ("int8",):
             for turned, over in ((rope, 0), (None, 2)):
-                block, scale = (stored, None) if kv_dtype == LOSSLESS else quantize(stored, kv_dtype, over=over)
+                block, scale = (stored, None) if kv_dtype == LOSSLESS else quantize(stored, over=over)
                 yield name, dim, partial(place_blocks, [PlacementBlock(block, scale, buffer.keys[0], 3, turned)])
 
 

@@ -43,7 +43,6 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     seams.engine_has_kernels(monkeypatch, lambda *_: True)
-    seams.placement_support(monkeypatch, lambda *_: True)
     if DEVICE.type == "cpu":
         seams.transfer(monkeypatch, lambda transfers: Nearby())
     for name, kernel in seams.KERNELS.items():

@@ -40,7 +40,7 @@ from tests.support.recorders import DEVICE
         ("llama", "int8"),
         ("gemma2-softcap", "model"),
         ("gpt-oss-sinks", "model"),
-        ("cohere2-interleaved", "fp8"),
+        ("cohere2-interleaved", "int8"),
         ("deepseek2-latent", "int8"),
     ],
     indirect=True,

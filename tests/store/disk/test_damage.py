@@ -16,6 +16,7 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, file_of, in_a_child, present, put, taken
+from tests.store.entry.entries import header_of, with_header
 from tests.support import seams
 
 
@@ -23,6 +24,10 @@ def flip(data: bytes, position: int) -> bytes:
     changed = bytearray(data)
     changed[position] ^= 1
     return bytes(changed)
+
+
+def in_a_format_of_before(data: bytes) -> bytes:
+    return with_header(data, json.dumps({**header_of(data), "numbers": "fp8"}).encode())
 
 
 DAMAGE = {
@@ -35,6 +40,7 @@ DAMAGE = {
     "flags": (lambda data: flip(data, 13), "damaged preamble"),
     "header": (lambda data: flip(data, 100), "header checksum differs"),
     "last block": (lambda data: flip(data, -1), r"checksum of block value\.2 differs"),
+    "a format of before": (in_a_format_of_before, "invalid kv_dtype 'fp8'"),
     "another's": (lambda data: b"".join(encode(example_key(7), example_chunk())), "another chunk: ids differ"),
 }
 

@@ -41,7 +41,7 @@ def test_settings_that_a_later_version_has_are_passed_over(folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"numbers": "int4"}', '{"limit_bytes": "much"}', '{"ttl_s": "long"}', "\0"]
+    "content", ["", "[]", '{"numbers": "fp8"}', '{"limit_bytes": "much"}', '{"ttl_s": "long"}', "\0"]
 )
 def test_unreadable_settings_are_one_clear_error(folder: Path, content: str) -> None:
     DiskStore(folder).close()

@@ -20,6 +20,7 @@ HEADERS = [
     *(("tokens", value) for value in (0, True, 1 << 40)),
     ("layers", 1 << 60),
     ("numbers", "int4"),
+    ("numbers", ["int8"]),
     ("dtype", "float64"),
     *(("expires", value) for value in ("soon", float("nan"))),
     ("blocks", []),

@@ -33,5 +33,5 @@ class TestSharedFolder(KVStoreTests):
 class TestEncryptedRedis(KVStoreTests):
     @pytest.fixture
     def store(self, on_redis: RedisBlobs) -> Iterator[KVStore]:
-        with RemoteStore(on_redis, cipher=StoreCipher(SECRET), kv_dtype="fp8") as store:
+        with RemoteStore(on_redis, cipher=StoreCipher(SECRET), kv_dtype="int8") as store:
             yield store
