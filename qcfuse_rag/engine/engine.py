@@ -207,7 +207,6 @@ class FusionEngine:
                 read one of these variables.
             PromptTooLong: if it is far beyond the context window; `prefill` refuses what exceeds it by less.
         """
-        self.prompts.tokens.require_short(question, *passages, *history, *tools, *later, chat_template_kwargs or "")
         builder, find = self.prompts.with_kwargs(chat_template_kwargs), self.corpus.signatures.find
         prompt = prompt_among_turns(builder, find, question, passages, history, tools, later)
         prompt = self._with_turn_starts(prompt, self.prompts.template.turn_starts)

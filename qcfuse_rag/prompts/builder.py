@@ -18,13 +18,11 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidTemplate, PromptTooLong
-from qcfuse_rag.prompts.chat_template import ChatTemplate, RenderedText, leaves
+from qcfuse_rag.prompts.chat_template import ChatTemplate, RenderedText
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping, is_system_text
 
 TOKENIZER_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-WRITTEN_WHITESPACE = dict.fromkeys(map(ord, "\u0120\u010a\u0109\u010d\u2581 \n\t\r"))
-"""How vocabularies write whitespace."""
 
 MARKERS = ("context", "question")
 MARKER_NUMBERS = re.compile(r"\[\[qcfuse:([0-9]+):")
@@ -32,11 +30,8 @@ MARKER_NUMBERS = re.compile(r"\[\[qcfuse:([0-9]+):")
 
 PIECE_CHARACTERS = 1 << 14
 """Characters of a long text that are tokenised at a time to count its tokens."""
-CHEAP_TOKENS = CHEAP_CHARACTERS = 1 << 16
-"""Tokens that are made for any window, and characters that are always tokenised, so that errors name exact lengths."""
-
-INDENT = 4
-"""Spaces by which some chat templates indent each level of a tool; they write one line for each leaf."""
+CHEAP_TOKENS = 1 << 16
+"""Tokens that are made for any window, so that errors name exact lengths."""
 
 TemplateParts = list[tuple[str, RenderedText]]
 """A prompt's kinds of text in order, `literal`, `context` and `question`; a literal with its text."""
@@ -45,8 +40,8 @@ TemplateParts = list[tuple[str, RenderedText]]
 class PromptTokenizer:
     """A model's tokenizer with and without special tokens, bounded by the model's context window.
 
-    A tokenizer takes seconds and gigabytes for a text of many megabytes, so text that cannot fit is refused first.
-    Tokenising stops with `PromptTooLong` beyond twice the window or `CHEAP_TOKENS`, whichever is more: each token takes
+    A tokenizer takes seconds and gigabytes for a text of many megabytes, so text that cannot fit is refused: tokenising
+    stops with `PromptTooLong` beyond twice the window or `CHEAP_TOKENS`, whichever is more: each token takes
     half a kilobyte of memory. Without a window there is no bound.
     """
 
@@ -89,23 +84,6 @@ class PromptTokenizer:
         if self._context_tokens is not None and tokens > max(2 * self._context_tokens, CHEAP_TOKENS):
             raise PromptTooLong(
                 f"a prompt of over {tokens:,} tokens exceeds the context window of {self._context_tokens:,} tokens"
-            )
-
-    def require_short(self, *parts: object) -> None:
-        """Refuse texts, messages, tools and variables that no tokenizer could make short enough.
-
-        Raises:
-            PromptTooLong: if there are more characters than a window of the longest tokens holds, counted as a template
-                may write them. Whitespace counts apart, because tokens of whitespace are often the longest.
-        """
-        window, characters = self._context_tokens, estimate_length(*parts)
-        if window is None or characters < CHEAP_CHARACTERS:
-            return
-        longest_visible = max(len(token.translate(WRITTEN_WHITESPACE)) for token in self._tokenizer.get_vocab())
-        visible = sum(len("".join(leaf.split())) for leaf, _ in leaves(parts) if isinstance(leaf, str))
-        if characters > window * self.longest_token or visible > window * longest_visible:
-            raise PromptTooLong(
-                f"a prompt of about {characters:,} characters exceeds the context window of {window:,} tokens"
             )
 
     def _encoding(
@@ -288,8 +266,3 @@ def marker_number(*texts: object) -> str:
     """Return a number that no marker in messages, tools or variables has."""
     used = set(MARKER_NUMBERS.findall("".join(map(str, texts))))
     return next(number for number in map(str, count()) if number not in used)
-
-
-def estimate_length(*values: Any) -> int:
-    """Return the number of characters of texts, or about how many a template prints for messages or tools."""
-    return sum(INDENT * (depth - 1) + len(str(leaf)) for leaf, depth in leaves(values) if depth)

@@ -333,7 +333,7 @@ class SpelledTokens:
         meant_in_answers: Iterable[str] = (),
     ) -> None:
         self._meant_in_answers = frozenset(meant_in_answers)
-        texts = "\0".join(leaf for leaf, _ in leaves(conversation) if isinstance(leaf, str))
+        texts = "\0".join(leaf for leaf in leaves(conversation) if isinstance(leaf, str))
         self._spelt = special if special is not None and special.search(texts) else None  # None: nothing is spelt
         if self._spelt is None:
             return
@@ -431,17 +431,17 @@ def _with_object_arguments(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**turn, "tool_calls": calls} if calls else turn
 
 
-def leaves(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield all values and mapping keys that contain no others, with their depths, in no order."""
-    stack = [(value, 0)]
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield all values and mapping keys that contain no others, in no order."""
+    stack = [value]
     while stack:
-        item, depth = stack.pop()
-        if isinstance(item, Mapping) and item:
-            stack += [(inner, depth + 1) for pair in item.items() for inner in pair]
-        elif isinstance(item, list | tuple) and item:
-            stack += [(inner, depth + 1) for inner in item]
+        item = stack.pop()
+        if isinstance(item, Mapping):
+            stack += chain.from_iterable(item.items())
+        elif isinstance(item, list | tuple):
+            stack += item
         else:
-            yield item, depth
+            yield item
 
 
 def _escaped(sign: str) -> str:

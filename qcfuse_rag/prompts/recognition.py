@@ -77,15 +77,12 @@ def prompt_from_text(
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompt:
     """See `FusionEngine.prompt_from_text`; if passages cannot be searched, the prompt's note says why."""
-    builder.tokens.require_short(conversation, *tools, chat_template_kwargs or "")
     finished = isinstance(conversation, str)
     if finished and chat_template_kwargs:
         raise InvalidTemplate("finished text has no chat template; give messages, or omit chat_template_kwargs")
     builder = builder.with_kwargs(chat_template_kwargs)
     rendered = RenderedText(conversation) if isinstance(conversation, str) else builder.render(conversation, tools)
-    builder.tokens.require_short(rendered.text)  # the template has added to it
-    matches, note = _search(find, rendered)
-    segments = text_segments(builder, rendered, matches, begin=finished)
+    segments, note = text_segments(builder, find, rendered, begin=finished)
     return Prompt(tuple(segments), prefix_ids=builder.prefix_ids, joined=True, note=note)
 
 
@@ -104,32 +101,29 @@ def prompt_among_turns(
     notes: list[str | None] = []
 
     def split_text(rendered: RenderedText) -> list[Segment]:
-        matches, note = _search(find, rendered)
+        segments, note = text_segments(builder, find, rendered)
         notes.append(note)
-        return text_segments(builder, rendered, matches)
+        return segments
 
     prompt = builder.build(question, passages, history, tools, later, split_text)
     return replace(prompt, note=next(filter(None, notes), None), joined=True)
 
 
-def _search(find: FindPassages, rendered: RenderedText) -> tuple[list[PassageMatch], str | None]:
-    try:
-        return find(rendered.text), None
-    except StoreError as error:
-        return [], f"{UNSOUGHT}: {error}"
-
-
 def text_segments(
-    builder: PromptBuilder, rendered: RenderedText, matches: Sequence[PassageMatch] = (), *, begin: bool = False
-) -> list[Segment]:
-    """Return the segments of a text with matches in order, of which the last segment is not stored.
+    builder: PromptBuilder, find: FindPassages, rendered: RenderedText, *, begin: bool = False
+) -> tuple[list[Segment], str | None]:
+    """Return the segments of a text, of which the last is not stored, and why it was not searched for passages, if so.
 
     `begin` puts the tokenizer's start token in front.
     """
-    text = rendered.text
-    ids, offsets = builder.tokens.encode_whole(rendered, begin=begin)
+    text, note, matches = rendered.text, None, list[PassageMatch]()
+    ids, offsets = builder.tokens.encode_whole(rendered, begin=begin)  # refuses a text that is too long to be searched
     if not ids:  # `Prompt` refuses a prompt of nothing else with the reason
-        return [Segment(Role.TEXT, (), text)]
+        return [Segment(Role.TEXT, (), text)], None
+    try:
+        matches = find(text)
+    except StoreError as error:
+        note = f"{UNSOUGHT}: {error}"
 
     def segment(role: Role, start: int, stop: int, part: ChunkPart | None = None) -> Segment:
         return Segment(role, ids[start:stop], text[offsets[start][0] : offsets[stop - 1][1]], part)
@@ -142,7 +136,7 @@ def text_segments(
             segments.append(segment(Role.TEXT, end, start))
         segments.append(segment(Role.CHUNK, start, stop, part))
         end = stop
-    return [*segments, segment(Role.TEXT, end, len(ids))]
+    return [*segments, segment(Role.TEXT, end, len(ids))], note
 
 
 def _stored_parts(

@@ -10,18 +10,12 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from anyio import to_thread
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from qcfuse_rag.server.backend import Backend
-from qcfuse_rag.server.bodies import (
-    CLIENT_CLOSED,
-    JsonBodies,
-    error_response,
-    long_json_response,
-    wait_while_connected,
-)
+from qcfuse_rag.server.bodies import JsonBodies, error_response, long_json_response, wait_while_connected
 from qcfuse_rag.server.event_response import event_response
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import (
@@ -64,10 +58,12 @@ def answer_routes(backend: Backend, bodies: JsonBodies) -> list[Route]:
         if not generation_request.stream:
             return await json_response(events, answer_format, header, request)
         first = asyncio.ensure_future(anext(events))
-        if not await wait_while_connected(first, request, HEADERS_S):
+        try:
+            await wait_while_connected(first, request, HEADERS_S)
+        except ClientDisconnect:
             first.cancel()
             await asyncio.wait({first})
-            return Response(status_code=CLIENT_CLOSED)
+            raise
         if first.done() and isinstance(refusal := first.result(), Failure):
             await events.aclose()
             return error_response(refusal)
@@ -96,8 +92,7 @@ async def json_response(
     """Collect all events and return the answers as one JSON body; cancel them if the client disconnects."""
     collecting = asyncio.ensure_future(collect(events))
     try:
-        if not await wait_while_connected(collecting, request):
-            return Response(status_code=CLIENT_CLOSED)
+        await wait_while_connected(collecting, request)
     finally:
         if collecting.cancel():
             await asyncio.wait({collecting})

@@ -20,9 +20,9 @@ from starlette.routing import Route
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.server.answers import answer_routes
-from qcfuse_rag.server.auth_middleware import AuthMiddleware, RequestLimits
+from qcfuse_rag.server.auth_middleware import AuthMiddleware
 from qcfuse_rag.server.backend import Backend
-from qcfuse_rag.server.bodies import CLIENT_CLOSED, JsonBodies, error_response
+from qcfuse_rag.server.bodies import JsonBodies, error_response
 from qcfuse_rag.server.documents import document_routes
 from qcfuse_rag.server.embeddings import embedding_route
 from qcfuse_rag.server.playground import playground_routes
@@ -36,7 +36,6 @@ def make_app(
     backend: Backend,
     *,
     token: str | None = None,
-    limits: RequestLimits | None = None,
     hosts: Collection[str] | None = None,
     metrics: Callable[[], bytes] | None = None,
     library: ServedLibrary | None = None,
@@ -49,7 +48,6 @@ def make_app(
     Args:
         backend: answers the requests.
         token: that clients send as `Authorization: Bearer ...`; None admits every client.
-        limits: of requests; the defaults if None.
         hosts: allowed host names if there is no token, see `AuthMiddleware`; None allows any.
         metrics: returns metrics in Prometheus' text format; None disables `/metrics`.
         library: whose embedding model clients may use, and whose documents they may list, and change if it is editable;
@@ -81,7 +79,7 @@ def make_app(
         middleware=[
             # Outside of the other one, because browsers ask without the token whether they may send it.
             *([Middleware(CORSMiddleware, allow_origins=origins, **CORS)] if origins else []),
-            Middleware(AuthMiddleware, token=token, limits=limits or RequestLimits(), hosts=hosts),
+            Middleware(AuthMiddleware, token=token, hosts=hosts),
         ],
         exception_handlers={
             HTTPException: _refused,
@@ -135,7 +133,7 @@ async def _rejected(_: Request, error: Exception) -> Response:
 
 
 async def _disconnected(_: Request, __: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED)
+    return Response(status_code=499)  # which nobody receives
 
 
 async def _failed(_: Request, error: Exception) -> Response:

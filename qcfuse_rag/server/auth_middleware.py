@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
@@ -26,22 +25,13 @@ If such a header is repeated, a proxy may read another copy than this server.
 """
 
 UNCOUNTED_BYTES = 64 << 10
-"""Bytes of every body that are not counted in `RequestLimits.all_bodies_bytes`, so that short requests always pass."""
+"""Bytes of every body that are not counted in `MAX_ALL_BODIES_BYTES`, so that short requests always pass."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Limits of requests.
-
-    Attributes:
-        body_bytes: of one body.
-        body_s: seconds until a body has arrived.
-        all_bodies_bytes: of the bodies of all requests that are read, waiting or answered; a further one gets 429.
-    """
-
-    body_bytes: int = 8 << 20
-    body_s: float = 60.0
-    all_bodies_bytes: int = 64 << 20
+MAX_BODY_BYTES, MAX_BODY_S = 8 << 20, 60.0
+"""Most bytes of a body, and most seconds until it has arrived."""
+MAX_ALL_BODIES_BYTES = 64 << 20
+"""Most bytes of the bodies of all requests that are read, waiting or answered; a further one gets 429."""
 
 
 class AuthMiddleware:
@@ -50,8 +40,8 @@ class AuthMiddleware:
     Without a token every request for one of `hosts` is admitted; None allows any host.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None, limits: RequestLimits, hosts: Collection[str] | None) -> None:
-        self._app, self._token, self._limits, self._hosts = app, token, limits, hosts
+    def __init__(self, app: ASGIApp, token: str | None, hosts: Collection[str] | None) -> None:
+        self._app, self._token, self._hosts = app, token, hosts
         self._counted_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,9 +68,8 @@ class AuthMiddleware:
         if length and b"transfer-encoding" in headers:  # proxies may disagree on which one applies: request smuggling
             message = "Content-Length and Transfer-Encoding exclude each other; send one"
             return error_response(Failure(400, message), close=True)
-        limit = self._limits.body_bytes
-        if length.isdigit() and int(length) > limit:
-            message = f"the body has {int(length)} bytes, and this server reads at most {limit}"
+        if length.isdigit() and int(length) > MAX_BODY_BYTES:
+            message = f"the body has {int(length)} bytes, and this server reads at most {MAX_BODY_BYTES}"
             return error_response(Failure(413, message))
         return None
 
@@ -108,7 +97,7 @@ class AuthMiddleware:
         Returns:
             The limited `receive`, and what to call when the body is not held any more.
         """
-        limits, deadline = self._limits, asyncio.get_running_loop().time() + self._limits.body_s
+        deadline = asyncio.get_running_loop().time() + MAX_BODY_S
         received, counted, complete = 0, 0, False
 
         async def limited() -> Message:
@@ -119,15 +108,14 @@ class AuthMiddleware:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError as error:
-                raise HTTPException(408, f"the body did not arrive within {limits.body_s:g} s") from error
+                raise HTTPException(408, f"the body did not arrive within {MAX_BODY_S:g} s") from error
             received += len(message.get("body", b""))
             complete = not message.get("more_body", False)
-            if received > limits.body_bytes:
-                raise HTTPException(
-                    413, f"the body has at least {received} bytes, and this server reads at most {limits.body_bytes}"
-                )
+            if received > MAX_BODY_BYTES:
+                refusal = f"the body has at least {received} bytes, and this server reads at most {MAX_BODY_BYTES}"
+                raise HTTPException(413, refusal)
             more = max(0, received - UNCOUNTED_BYTES) - counted
-            if self._counted_bytes + more > limits.all_bodies_bytes:
+            if self._counted_bytes + more > MAX_ALL_BODIES_BYTES:
                 raise HTTPException(429, "other requests have long bodies already; ask again later")
             counted += more
             self._counted_bytes += more

@@ -18,8 +18,9 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.report import WINDOW_ENDS, FusionReport, describe_limit
 from qcfuse_rag.fusion.rerank import Reranking
 from qcfuse_rag.generation.decoding import Generation
-from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
+from qcfuse_rag.generation.response_format import Delta, ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
+from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_prefill
@@ -31,7 +32,6 @@ from qcfuse_rag.server.protocol.events import (
     Event,
     LastPiece,
     Piece,
-    PlainReader,
     Queued,
     last_piece,
     redact_report,
@@ -157,15 +157,15 @@ class EngineBackend:
         async with aclosing(self._answers(request, started)) as answers:
             async for answer in answers:
                 tokens, index = AnswerTokens(answer, lm), len(generations)
-                reader: ResponseReader | PlainReader = PlainReader()
-                if passages.response_format is not None:
-                    reader = ResponseReader(lm.tokenizer, passages.response_format, answer.prompt)
+                response_format, reader = passages.response_format, None
+                if response_format is not None:  # else the text is sent as it was decoded
+                    reader = ResponseReader(lm.tokenizer, response_format, answer.prompt)
                 async for text in answer:
-                    if any(read := reader.push(text)):
+                    if any(read := reader.push(text) if reader else Delta(text)):
                         yield Piece(read.text, read.reasoning, index, tokens.take(), documents)
                         documents = None
                 assert answer.generation is not None
-                rest, response = reader.finish(answer.generation)
+                rest, response = reader.finish(answer.generation) if reader else (Delta(), ParsedResponse(""))
                 last = last_piece(rest, response, answer.generation.finish_reason)
                 last = replace(last, documents=documents, index=index, logprobs=tokens.take())
                 documents = None

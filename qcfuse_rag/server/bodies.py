@@ -6,14 +6,16 @@ import asyncio
 import json
 import math
 import re
+import threading
 import time
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from qcfuse_rag.errors import InvalidSetting
@@ -44,9 +46,6 @@ HEADERS = {
     429: {"Retry-After": "1"},
 }
 """Extra response headers by status."""
-
-CLIENT_CLOSED = 499
-"""Status of the response after the client has disconnected. Nobody receives it."""
 
 UNION_TAG = re.compile(r"str|int|\[key\]|(list|literal)\[.*\]")
 """Matches what pydantic adds to the path of a value: the type of a union that it tried, or that a key is meant."""
@@ -115,14 +114,24 @@ def error_response(failure: Failure, *, close: bool = False) -> Response:
     return JSONResponse(failure.body, failure.status, headers)
 
 
-async def wait_while_connected(work: asyncio.Future[T], request: Request, timeout_s: float = math.inf) -> bool:
-    """Wait until work is done, for some seconds at most; return False as soon as its client has gone."""
+async def wait_while_connected(work: asyncio.Future[T], request: Request, timeout_s: float = math.inf) -> None:
+    """Wait until work is done, for some seconds at most; raise `ClientDisconnect` as soon as its client has gone."""
     deadline = time.monotonic() + timeout_s
     while not work.done() and time.monotonic() < deadline:
         await asyncio.wait({work}, timeout=DISCONNECT_POLL_S)
         if not work.done() and await request.is_disconnected():
-            return False
-    return True
+            raise ClientDisconnect
+
+
+async def run_while_connected(work: Callable[[Callable[[], bool]], T], request: Request, limiter: CapacityLimiter) -> T:
+    """Return the result of work in a thread; the work may ask whether nobody waits for it any more."""
+    gone = threading.Event()
+    job = asyncio.ensure_future(to_thread.run_sync(work, gone.is_set, limiter=limiter))
+    try:
+        await wait_while_connected(job, request)
+    finally:
+        gone.set()
+    return job.result()
 
 
 async def long_json_response(body: dict[str, Any]) -> Response:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from qcfuse_rag.errors import Busy, InvalidSetting, QCFuseError
 from qcfuse_rag.library.documents import ServedLibrary
-from qcfuse_rag.server.bodies import CLIENT_CLOSED, JsonBodies, error_response, wait_while_connected
+from qcfuse_rag.server.bodies import JsonBodies, error_response, wait_while_connected
 from qcfuse_rag.server.event_response import event_response
 from qcfuse_rag.server.protocol.failures import Failure, failure_of
 from qcfuse_rag.server.protocol.generation_request import MAX_DOCUMENTS, FailFastList, refuse_more
@@ -82,8 +82,7 @@ def document_routes(library: ServedLibrary | None, bodies: JsonBodies) -> list[R
         if body.stream:
             return event_response(progress_stream(job, steps))
         try:
-            if not await wait_while_connected(job, request):
-                return Response(status_code=CLIENT_CLOSED)
+            await wait_while_connected(job, request)
             return JSONResponse(job.result())
         except QCFuseError as error:
             return error_response(job_failure(error))

@@ -5,14 +5,12 @@ https://platform.openai.com/docs/api-reference/embeddings
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,13 +18,7 @@ from starlette.routing import Route
 
 from qcfuse_rag.errors import InvalidSetting
 from qcfuse_rag.library.documents import ServedLibrary
-from qcfuse_rag.server.bodies import (
-    CLIENT_CLOSED,
-    JsonBodies,
-    error_response,
-    long_json_response,
-    wait_while_connected,
-)
+from qcfuse_rag.server.bodies import JsonBodies, error_response, long_json_response, run_while_connected
 from qcfuse_rag.server.protocol.failures import Failure, unknown_model
 from qcfuse_rag.server.protocol.generation_request import FailFastList, refuse_more
 
@@ -79,15 +71,8 @@ def embedding_route(library: ServedLibrary | None, bodies: JsonBodies) -> Route:
         wanted, model = embeddings_request.model, library.index.embedder
         if wanted and wanted != model:
             return error_response(unknown_model(wanted, model))
-        gone = threading.Event()
-        work = partial(embedded, library, embeddings_request.texts, embeddings_request.encoding_format, gone.is_set)
-        job = asyncio.ensure_future(to_thread.run_sync(work, limiter=jobs))
-        try:
-            if not await wait_while_connected(job, request):
-                return Response(status_code=CLIENT_CLOSED)
-        finally:
-            gone.set()
-        return await long_json_response(job.result())
+        work = partial(embedded, library, embeddings_request.texts, embeddings_request.encoding_format)
+        return await long_json_response(await run_while_connected(work, request, jobs))
 
     return Route("/v1/embeddings", embed, methods=["POST"])
 

@@ -6,13 +6,12 @@ https://jina.ai/reranker
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,7 +20,7 @@ from starlette.routing import Route
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import InvalidSetting
 from qcfuse_rag.server.backend import Backend
-from qcfuse_rag.server.bodies import CLIENT_CLOSED, JsonBodies, error_response, wait_while_connected
+from qcfuse_rag.server.bodies import JsonBodies, error_response, run_while_connected
 from qcfuse_rag.server.protocol.failures import Failure, unknown_model
 from qcfuse_rag.server.protocol.generation_request import MAX_DOCUMENTS, FailFastList, refuse_more
 
@@ -62,16 +61,8 @@ def rerank_routes(backend: Backend, bodies: JsonBodies) -> list[Route]:
         if engine is None:
             return error_response(Failure(404, NO_ENGINE))
         refuse_more(MAX_DOCUMENTS, asked.documents, "documents")
-        gone = threading.Event()
-        job = asyncio.ensure_future(to_thread.run_sync(lambda: reranked(engine, asked, gone.is_set), limiter=jobs))
-        try:
-            if not await wait_while_connected(job, request):
-                return Response(status_code=CLIENT_CLOSED)
-        finally:
-            gone.set()
-        return JSONResponse(
-            {"id": f"rerank-{uuid.uuid4().hex}", "object": "list", "model": backend.name} | job.result()
-        )
+        found = await run_while_connected(partial(reranked, engine, asked), request, jobs)
+        return JSONResponse({"id": f"rerank-{uuid.uuid4().hex}", "object": "list", "model": backend.name} | found)
 
     return [Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank")]
 

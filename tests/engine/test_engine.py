@@ -21,7 +21,8 @@ from qcfuse_rag import (
     make_method,
     open_store,
 )
-from qcfuse_rag.errors import InvalidTemplate, PromptTooLong, StoreError
+from qcfuse_rag.errors import PromptTooLong, StoreError
+from qcfuse_rag.prompts.recognition import PassageSignatures
 from qcfuse_rag.store.entry.codec import MappedFile, StoredBlocks, open_chunk
 from qcfuse_rag.store.key import BLIND, FRAMED, Base
 from tests.support import references, seams
@@ -30,7 +31,6 @@ from tests.support.engines import make_engine, make_warmed_engine, stored_chunk
 from tests.support.passages import PASSAGES, QUESTION
 
 QCFUSE = make_method("qcfuse", ratio=0.3, base=FRAMED)
-ONE_MESSAGE = PromptTemplate(messages=(("user", "{context}{question}"),))
 
 
 def full_logits(engine: FusionEngine, ids: tuple[int, ...]) -> torch.Tensor:
@@ -110,9 +110,10 @@ def nested(value: Any, depth: int) -> Any:
     [{"description": "x" * 2_000_000}, {"enum": [1] * 100_000}, {"enum": nested(["x"] * 10_000, 100)}],
     ids=["a long text", "many numbers", "what a template may indent"],
 )
-def test_tools_beyond_the_context_window_are_refused_before_they_are_rendered(
-    engine: FusionEngine, parameters: dict[str, Any]
-) -> None:
+def test_tools_beyond_the_context_window_are_refused(llama: LanguageModel, parameters: dict[str, Any]) -> None:
+    tokenizer = copy.deepcopy(llama.tokenizer)
+    tokenizer.chat_template = f"{{{{ tools | tojson(indent=4) }}}}{tokenizer.chat_template}"
+    engine = make_engine(LanguageModel.wrap(llama.model, tokenizer), MemoryStore())
     tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
     with pytest.raises(PromptTooLong, match="exceeds the context window of 512 tokens"):
         engine.prompt(QUESTION, PASSAGES, tools=[tool])
@@ -120,21 +121,17 @@ def test_tools_beyond_the_context_window_are_refused_before_they_are_rendered(
         engine.prompt_from_text([("user", QUESTION)], [tool])
 
 
-def test_a_conversation_beyond_the_context_window_is_refused_before_it_is_rendered(llama: LanguageModel) -> None:
-    tokenizer = copy.deepcopy(llama.tokenizer)
-    tokenizer.chat_template = (
-        "{{ messages[0].content }}{% if messages | length == 3 %}{{ raise_exception('rendered') }}{% endif %}"
-        "{% if messages | length == 4 %}{{ 'x' * 2000000 }}{% endif %}"
-    )
-    engine = make_engine(LanguageModel.wrap(llama.model, tokenizer), MemoryStore(), template=ONE_MESSAGE)
-    with pytest.raises(InvalidTemplate, match="rendered"):
-        engine.prompt_from_text([("user", "Why?"), ("assistant", "So."), ("user", "Why?")])
-    with pytest.raises(PromptTooLong, match="characters exceeds the context window of 512 tokens"):
-        engine.prompt_from_text([("user", "Why?"), ("user", "x" * 2_000_000), ("user", "Why?")])
-    with pytest.raises(PromptTooLong, match="of about 2,000,004 characters"):  # with what the template adds
-        engine.prompt_from_text([("user", "Why?")] * 4)
-    with pytest.raises(PromptTooLong, match="of about 2,000,000 characters"):
-        engine.prompt_from_text("x" * 2_000_000)
+def test_a_text_beyond_the_context_window_is_refused_before_passages_are_sought_in_it(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sought: list[str] = []
+    monkeypatch.setattr(PassageSignatures, "find", lambda _, text: sought.append(text) or [])
+    engine.prompt_from_text("x" * 1_000)
+    assert len(sought) == 1
+    for conversation in ("x" * 2_000_000, [("user", "Why?"), ("assistant", "x" * 2_000_000), ("user", "Why?")]):
+        with pytest.raises(PromptTooLong, match="tokens exceeds the context window of 512 tokens"):
+            engine.prompt_from_text(conversation)
+    assert len(sought) == 1
 
 
 def test_a_passage_beyond_the_context_window_is_reported_and_the_rest_is_stored_once(engine: FusionEngine) -> None:

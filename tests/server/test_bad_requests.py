@@ -91,7 +91,7 @@ REFUSED = [
     ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs cannot set enable_thinking"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs cannot set tools"),
     ({"reasoning_effort": "high"}, "reads no reasoning_effort"),
-    (user("x" * 2_000_000), "characters exceeds the context window"),
+    (user("x" * 2_000_000), "tokens exceeds the context window"),
     (user("x " * 9000), "context window"),
     ({"messages": [{"role": "system", "content": "x"}]}, "documents need a user's message"),
     ({"documents": ["x"] * 257}, "documents has 257 entries, and at most 256"),

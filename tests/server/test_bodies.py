@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from qcfuse_rag.errors import InvalidSetting
+from qcfuse_rag.server import auth_middleware
 from qcfuse_rag.server.app import make_app
-from qcfuse_rag.server.auth_middleware import UNCOUNTED_BYTES, RequestLimits
+from qcfuse_rag.server.auth_middleware import UNCOUNTED_BYTES
 from qcfuse_rag.server.bodies import MAX_TOKENS, TOKEN, parse_body
 from qcfuse_rag.server.documents import AddRequest
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
@@ -90,9 +91,9 @@ def test_a_list_is_read_up_to_its_first_error(kind: type[ChatRequest | AddReques
     assert 1 <= len(refused.value.errors()) <= 3  # one for each type that the field may have
 
 
-async def test_bodies_that_are_held_together_are_bounded() -> None:
+async def test_bodies_that_are_held_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short ones pass; the bytes of an answered or refused one count no more."""
-    limits = RequestLimits(all_bodies_bytes=100_000)
+    monkeypatch.setattr(auth_middleware, "MAX_ALL_BODIES_BYTES", 100_000)
     long = json.dumps({**ASKED, "user": "x" * (UNCOUNTED_BYTES + 60_000)}).encode()
     go_on = asyncio.Event()
 
@@ -104,7 +105,7 @@ async def test_bodies_that_are_held_together_are_bounded() -> None:
     async def post(http: httpx.AsyncClient, body: bytes | AsyncIterator[bytes]) -> httpx.Response:
         return await http.post(PATH, content=body, headers=JSON)
 
-    async with client(make_app(FixedBackend(), limits=limits)) as http:
+    async with client(make_app(FixedBackend())) as http:
         for _ in range(3):
             go_on.clear()
             first = asyncio.create_task(post(http, slowly()))

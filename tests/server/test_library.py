@@ -27,7 +27,7 @@ from qcfuse_rag.library.retriever import Retriever
 from qcfuse_rag.server import documents as document_jobs
 from qcfuse_rag.server import idle_warming
 from qcfuse_rag.server.app import make_app
-from qcfuse_rag.server.auth_middleware import RequestLimits
+from qcfuse_rag.server.auth_middleware import MAX_ALL_BODIES_BYTES
 from qcfuse_rag.server.backend import CLIENTS, EngineBackend
 from qcfuse_rag.server.documents import Jobs, progress_stream
 from qcfuse_rag.server.idle_warming import IdleWarming
@@ -308,7 +308,7 @@ async def test_sixty_streams_of_8_mb_are_bounded_by_their_bytes_and_end_with_the
 
     asked = [asyncio.ensure_future(ask_to_add()) for _ in range(60)]
     await until(lambda: len(begun) == 60)
-    assert [start["status"] for start in begun].count(200) == RequestLimits().all_bodies_bytes // len(long) == 8
+    assert [start["status"] for start in begun].count(200) == MAX_ALL_BODIES_BYTES // len(long) == 8
     assert all(start["retry-after"] for start in begun if start["status"] != 200)
     assert {start["status"] for start in begun} == {200, 429}
     left.set()

@@ -17,9 +17,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.server import answers, event_response
+from qcfuse_rag.server import answers, auth_middleware, event_response
 from qcfuse_rag.server.app import make_app
-from qcfuse_rag.server.auth_middleware import RequestLimits
 from qcfuse_rag.server.protocol.chat_request import ChatRequest
 from qcfuse_rag.server.protocol.events import Event, LastPiece, Piece, Queued
 from qcfuse_rag.server.serve import SPARE_CONNECTIONS, make_server
@@ -151,8 +150,9 @@ def head(*more: str, host: str = "localhost") -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def test_bodies_are_bounded_by_what_they_say_and_by_what_comes() -> None:
-    async with client(make_app(FixedBackend(), limits=RequestLimits(body_bytes=1000))) as http:
+async def test_bodies_are_bounded_by_what_they_say_and_by_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth_middleware, "MAX_BODY_BYTES", 1000)
+    async with client(make_app(FixedBackend())) as http:
         response = await ask(http, documents=["x" * 2000])
         assert (response.status_code, "reads at most 1000" in error(response)) == (413, True)
         pulled = 0
@@ -203,10 +203,9 @@ async def test_other_headers_that_decide_are_given_once(name: str) -> None:
 
 
 @pytest.mark.enable_socket
-async def test_a_length_does_not_hide_a_larger_body_from_a_real_server() -> None:
-    server = make_server(
-        make_app(FixedBackend(), limits=RequestLimits(body_bytes=1000)), max_requests=1, protocol=H11Protocol
-    )
+async def test_a_length_does_not_hide_a_larger_body_from_a_real_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth_middleware, "MAX_BODY_BYTES", 1000)
+    server = make_server(make_app(FixedBackend()), max_requests=1, protocol=H11Protocol)
     chunk = b"400\r\n" + b" " * 1024 + b"\r\n"
     async with listening(server) as port:
         both = head("Content-Length: 10", "Transfer-Encoding: chunked")
@@ -217,8 +216,11 @@ async def test_a_length_does_not_hide_a_larger_body_from_a_real_server() -> None
 
 @pytest.mark.enable_socket
 @PROTOCOLS
-async def test_a_body_that_does_not_come_is_not_waited_for(protocol: type[asyncio.Protocol]) -> None:
-    server = make_server(make_app(FixedBackend(), limits=RequestLimits(body_s=0.1)), max_requests=1, protocol=protocol)
+async def test_a_body_that_does_not_come_is_not_waited_for(
+    protocol: type[asyncio.Protocol], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth_middleware, "MAX_BODY_S", 0.1)
+    server = make_server(make_app(FixedBackend()), max_requests=1, protocol=protocol)
     async with listening(server) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head("Content-Length: 500") + BODY[:9])

@@ -93,22 +93,6 @@ class AnswerTokens:
         return content_logprobs((entry for entry in entries if entry.token not in self._end_tokens), self._tokenizer)
 
 
-class PlainReader:
-    """Reads an answer as text alone, as `ResponseReader` reads others."""
-
-    def __init__(self) -> None:
-        self._read = 0
-
-    def push(self, piece: str) -> Delta:
-        """Return a piece of the answer."""
-        self._read += len(piece)
-        return Delta(piece)
-
-    def finish(self, generation: Generation) -> tuple[Delta, ParsedResponse]:
-        """Return what was not returned yet, and the answer."""
-        return Delta(generation.text[self._read :]), ParsedResponse(generation.text)
-
-
 def join_pieces(pieces: Sequence[Piece]) -> LastPiece:
     """Return a whole answer as one piece."""
     first, last = pieces[0], pieces[-1]
