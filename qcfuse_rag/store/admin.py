@@ -1,4 +1,7 @@
-"""Administer a store: move and rewrite entries, check every one, reclaim space, rebuild the index, wipe it all."""
+"""Administer a store: move and compress entries, check every one, reclaim space, rebuild the index, wipe it all.
+
+Every function that changes a store raises `StoreError` if it cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class ChangeReport:
-    """Result of a change to a number of entries.
-
-    Attributes:
-        missing: reason by address, for entries that do not exist or could not be read.
-    """
+    """Result of a change to a number of entries."""
 
     done: int = 0
     unchanged: int = 0  # number of entries that needed no change
-    missing: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)  # reason by address, of entries that could not be read
     bytes_before: int = 0
     bytes_after: int = 0
 
@@ -55,17 +54,9 @@ def move(
     keep: bool = False,
     progress: Progress | None = None,
 ) -> ChangeReport:
-    """Move entries from one store to another, reading and checking every byte on the way.
+    """Move entries, all if no addresses are given, to another store; read and check every byte on the way.
 
-    Args:
-        source: store to move from.
-        target: store to move to; an entry is removed from `source` only after it was written here.
-        addresses: of the entries; all if None.
-        keep: copy instead of moving.
-        progress: called after every entry.
-
-    Raises:
-        StoreError: if the target cannot be written; entries that were moved before stay moved.
+    An entry is removed from `source` only after it was written to `target`; `keep` copies instead of moving.
     """
     return _copy(source, target, lambda chunk: to_store_format(chunk, target.kv_dtype), addresses, progress, keep=keep)
 
@@ -76,9 +67,6 @@ def compress(
     """Rewrite entries in the model's own dtype as int8; lost precision does not come back.
 
     The format of later entries does not change, see `open_store`.
-
-    Raises:
-        StoreError: if the store cannot be written.
     """
 
     def smaller(chunk: ChunkKV) -> ChunkKV | None:
@@ -157,11 +145,7 @@ class CheckReport:
 
 
 def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
-    """Read and check every entry, and make the index agree with the files. May run while the store is in use.
-
-    Raises:
-        StoreError: if the store cannot be written.
-    """
+    """Read and check every entry, and make the index agree with the files. May run while the store is in use."""
     report = CheckReport()
 
     def agree(quota: DiskQuota) -> None:
@@ -193,11 +177,7 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
 
 
 def collect_garbage(store: DiskStore) -> int:
-    """Remove expired entries, dead writers' files and the quarantine; return how many bytes were freed.
-
-    Raises:
-        StoreError: if the store cannot be written.
-    """
+    """Remove expired entries, dead writers' files and the quarantine; return how many bytes were freed."""
 
     def collect(quota: DiskQuota) -> int:
         before = quota.index.size()
@@ -210,11 +190,7 @@ def collect_garbage(store: DiskStore) -> int:
 
 
 def rebuild(store: DiskStore) -> int:
-    """Rebuild the index from the files; return how many entries it has. Uses and pins are lost.
-
-    Raises:
-        StoreError: if the index cannot be written.
-    """
+    """Rebuild the index from the files; return how many entries it has. Uses and pins are lost."""
     return store.change(DiskQuota.rebuild)
 
 
@@ -252,10 +228,6 @@ def wipe(folder: Path, also: Iterable[Path] = ()) -> WipeReport:
     Programs that use the store must be stopped first: what they have mapped would turn into zeros. Flash memory,
     journals, snapshots and backups may still have older copies. To be certain that a store can be erased, encrypt it,
     and destroy its secret.
-
-    Args:
-        folder: of the store.
-        also: more files to wipe.
 
     Raises:
         StoreError: if there is no store in the folder, a program uses it, or a file cannot be wiped.

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
@@ -32,16 +32,8 @@ SLAB_ALIGNMENT = 256
 """Bytes; kernels and every dtype can read a block at such an offset."""
 
 
-class Blocks(Mapping[str, Tensor]):
-    """Named tensors of a chunk; rows are tokens where tokens are the first dimension."""
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows `start <= r < stop` of a block; a store reads only the pieces they are in."""
-        return self[name][start:stop]
-
-
-class TensorBlocks(Blocks):
-    """Blocks in memory, or those that another mapping has."""
+class Blocks:
+    """Named tensors of a chunk; rows are tokens where tokens are the first dimension. Those of this class are given."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -49,31 +41,27 @@ class TensorBlocks(Blocks):
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows `start <= r < stop` of a block; a store reads only the pieces they are in."""
+        return self[name][start:stop]
 
 
-class PreloadedBlocks(TensorBlocks):
+class PreloadedBlocks(Blocks):
     """Blocks of which some are read at once and kept in memory, whether or not the store caches them.
 
     Made for probes, which run when it is too late to wait for the store or to drop the chunk.
     """
 
     def __init__(self, blocks: Blocks, names: Iterable[str]) -> None:
-        super().__init__(blocks)
-        self._blocks, self._preloaded = blocks, {name: blocks[name] for name in names}
+        super().__init__({name: blocks[name] for name in names})
+        self._blocks = blocks
+
+    def __getitem__(self, name: str) -> Tensor:
+        return (self._tensors if name in self._tensors else self._blocks)[name]
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows of a block."""
-        block = self._preloaded.get(name)
-        return self._blocks.rows(name, start, stop) if block is None else block[start:stop]
-
-    def __getitem__(self, name: str) -> Tensor:
-        block = self._preloaded.get(name)
-        return self._blocks[name] if block is None else block
+        return self[name][start:stop] if name in self._tensors else self._blocks.rows(name, start, stop)
 
 
 class BlockForm(NamedTuple):
@@ -102,7 +90,7 @@ class SlabLayout:
     forms: tuple[tuple[BlockForm, BlockForm], ...]  # of each layer's keys and values
 
 
-class SlabBlocks(TensorBlocks):
+class SlabBlocks(Blocks):
     """Blocks in one allocation, layer after layer: a GPU page-locks them by one call, and copies several by one.
 
     Args:
@@ -216,9 +204,6 @@ class ChunkKV:
             ranking: `[n_layers, n_tokens]` token indices by falling importance.
             notes: see `ChunkKV`.
             extras: additional blocks by name, `[n_tokens]` or `[n_tokens, 1]`.
-
-        Raises:
-            ValueError: if notes or extras are invalid.
         """
         tensors: dict[str, Tensor] = {RANKING: ranking.to(torch.int32).contiguous()}
         extra_blocks = extras or {}
@@ -228,34 +213,35 @@ class ChunkKV:
             tensors[f"key.{layer}"] = key.transpose(0, 1).contiguous()
             tensors[f"value.{layer}"] = value.transpose(0, 1).contiguous()
         n_tokens, dtype = keys[0].shape[1], keys[0].dtype
-        blocks, names = TensorBlocks(tensors), tuple(extra_blocks)
-        return cls(n_tokens, len(keys), dtype, LOSSLESS, None, blocks, notes or {}, names)
+        names = tuple(extra_blocks)
+        return cls(n_tokens, len(keys), dtype, LOSSLESS, None, Blocks(tensors), notes or {}, names)
 
     def layer(self, index: int, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer, each `[Hkv, stop - start, D]` in the model's dtype.
+        """Return keys and values of a layer, each `[Hkv, stop - start, D]` in the model's dtype; all tokens by default.
 
-        Args:
-            index: the layer.
-            start: first token.
-            stop: token after the last, or None for all; a store reads only the pieces they are in.
+        A store reads only the pieces that the tokens are in.
         """
         return self.part("key", index, start, stop), self.part("value", index, start, stop)
 
     def part(self, kind: str, index: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the keys (`kind` is `key`) or the values (`value`) of a layer alone; see `layer`."""
-        return self._dequantized(f"{kind}.{index}", start, self.n_tokens if stop is None else stop)
+        name, stop = f"{kind}.{index}", self.n_tokens if stop is None else stop
+        whole = start == 0 and stop == self.n_tokens
+        block = self.blocks[name] if whole else self.blocks.rows(name, start, stop)
+        side = side_block(self.kv_dtype)
+        if side == "basis":
+            block = multiply_factors(block, self.blocks[f"{name}.basis"], self.dtype)
+        elif side == "scale":
+            scale = self.blocks[f"{name}.scale"]
+            block = dequantize(block, scale[start:stop] if kind == "value" else scale, self.dtype)
+        return block.transpose(0, 1)
 
     def anchors(self, ratio: float) -> Tensor:
         """Return the most important tokens of each layer: `[n_layers, ceil(ratio * n_tokens)]` ascending indices."""
         return self.blocks[RANKING][:, : math.ceil(ratio * self.n_tokens)].to(torch.int64).sort().values
 
     def ready_to_probe(self) -> ChunkKV:
-        """Return the chunk with the blocks that probes need, its ranking and its extras, in memory.
-
-        Raises:
-            CorruptEntry: if a block fails its check.
-            OSError: if a block cannot be read.
-        """
+        """Return the chunk with the blocks that probes need, its ranking and its extras, in memory."""
         if isinstance(self.blocks, SlabBlocks):
             return self
         return replace(self, blocks=PreloadedBlocks(self.blocks, (RANKING, *self.extras)))
@@ -269,20 +255,13 @@ class ChunkKV:
         return _layer_names(layer, self.kv_dtype)
 
     def copied(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> ChunkKV:
-        """Return a copy in memory, with every block read and checked.
-
-        All blocks lie in one allocation, layer after layer: a GPU page-locks them by one call, and copies several
-        layers by one.
-
-        Raises:
-            CorruptEntry: if a stored block fails its check.
-        """
+        """Return a copy in memory, with every block read and checked."""
         blocks = {name: self.blocks[name] for name in self.names()}
         return replace(self, blocks=SlabBlocks.copy_of(blocks, self.n_layers, device=device, pinned=pinned))
 
     def with_blocks(self, tensors: dict[str, Tensor], kv_dtype: str) -> ChunkKV:
         """Return the same chunk with other blocks."""
-        return replace(self, kv_dtype=kv_dtype, blocks=TensorBlocks(tensors))
+        return replace(self, kv_dtype=kv_dtype, blocks=Blocks(tensors))
 
     def with_expiry(self, expires: float | None) -> ChunkKV:
         """Return the same chunk with an expiry in unix time, unless it has one already."""
@@ -307,17 +286,6 @@ class ChunkKV:
         """Bytes of all blocks; reads them."""
         return sum(self.blocks[name].nbytes for name in self.names())
 
-    def _dequantized(self, name: str, start: int, stop: int) -> Tensor:
-        whole = start == 0 and stop == self.n_tokens
-        block = self.blocks[name] if whole else self.blocks.rows(name, start, stop)
-        side = side_block(self.kv_dtype)
-        if side == "basis":
-            block = multiply_factors(block, self.blocks[f"{name}.basis"], self.dtype)
-        elif side == "scale":
-            scale = self.blocks[f"{name}.scale"]
-            block = dequantize(block, scale[start:stop] if name.startswith("value") else scale, self.dtype)
-        return block.transpose(0, 1)
-
 
 HEADER_FIELDS = frozenset(
     ("key", "tokens", "layers", "dtype", "numbers", "probe_layers", "expires", "extras", "blocks", "version")
@@ -328,11 +296,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 def check_notes(notes: Mapping[str, Any], extras: Sequence[str]) -> None:
-    """Check the names of a method's header fields and blocks.
-
-    Raises:
-        ValueError: if a name is taken, too long or not of small letters, or a value is no JSON.
-    """
+    """Check the names of a method's header fields and blocks, and that the fields are JSON; see `ChunkKV`."""
     names = [*notes, *extras]
     if not names:
         return
@@ -363,17 +327,14 @@ def to_format(chunk: ChunkKV, kv_dtype: str) -> ChunkKV:
     Args:
         chunk: in any format; lost precision does not come back.
         kv_dtype: one of `FORMATS`. Low rank loses most of a whole cache, and little of a difference between caches.
-
-    Raises:
-        ValueError: if there is no such format.
     """
     if kv_dtype not in RANKS:
         check_kv_dtype(kv_dtype)
     if chunk.kv_dtype == kv_dtype:
         return chunk
-    tensors = {name: chunk.blocks[name] for name in ("ranking", *chunk.extras)}
+    tensors = {name: chunk.blocks[name] for name in (RANKING, *chunk.extras)}
     for layer in range(chunk.n_layers):
-        for kind, block in zip(("key", "value"), chunk.layer(layer), strict=True):
+        for kind, block in zip(KINDS, chunk.layer(layer), strict=True):
             tokens = (block.cpu() if block.device.type == "mps" else block).transpose(0, 1)  # has no float64
             if kv_dtype == LOSSLESS:
                 tensors[f"{kind}.{layer}"] = tokens.contiguous()
@@ -390,11 +351,10 @@ def to_store_format(chunk: ChunkKV, kv_dtype: str) -> ChunkKV:
     return to_format(chunk, kv_dtype) if chunk.kv_dtype == LOSSLESS else chunk
 
 
-class SlicedBlocks(TensorBlocks):
+class SlicedBlocks(Blocks):
     """Blocks of some of a chunk's tokens; a store reads and checks no others."""
 
     def __init__(self, blocks: Blocks, start: int, stop: int) -> None:
-        super().__init__(blocks)
         self._blocks, self._start, self._stop = blocks, start, stop
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:

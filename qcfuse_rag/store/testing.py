@@ -17,7 +17,7 @@ import torch
 
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss
-from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks, to_format
+from qcfuse_rag.store.chunk import Blocks, ChunkKV, to_format
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 
 FINGERPRINT = Fingerprint("weights", "config", "tokenizer", "rope", "float32")
@@ -44,7 +44,7 @@ def example_patch(number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = to
     tensors = {name: plain.blocks[name] for name in plain.names()}
     tensors["inter"] = torch.linspace(0.0, 1.0, n_tokens)[:, None]
     notes = {"context": [hash_ids([8]), hash_ids([number])], "facts": {"cci": [0.625], "inter": [1.5, 0.1]}}
-    chunk = replace(plain, notes=notes, extras=("inter",), blocks=TensorBlocks(tensors))
+    chunk = replace(plain, notes=notes, extras=("inter",), blocks=Blocks(tensors))
     return to_format(chunk, "rank4")
 
 

@@ -36,7 +36,7 @@ from qcfuse_rag.runtime.cost import Costs
 from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
+from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import FRAMED, Base
 from tests.support.passages import PASSAGES
 
@@ -114,7 +114,7 @@ def answer_of(engine: FusionEngine, prompt: Prompt, text: str, method: str = "fu
 def damaged(chunk: ChunkKV, block: str | None = None) -> ChunkKV:
     """Return a chunk of which one block, or none, can be read, whatever is read before it."""
 
-    class Damaged(TensorBlocks):
+    class Damaged(Blocks):
         def __getitem__(self, name: str) -> Tensor:
             if block in (name, None):
                 raise CorruptEntry(f"block {name} does not match its checksum")

@@ -154,11 +154,7 @@ class KVStore(ABC):
         """Check whether the store works, one item per tier, nearest first."""
 
     def clear(self) -> int:
-        """Remove every entry, including pinned ones; return how many there were.
-
-        Raises:
-            StoreError: if an entry cannot be removed.
-        """
+        """Remove every entry, including pinned ones; return how many there were."""
         addresses = [entry.address for entry in self.entries()]
         removed = sum(map(self.discard, addresses))
         if left := [address for address in addresses if address in self]:
@@ -198,11 +194,7 @@ class KVStore(ABC):
 
 
 class EntryStore(KVStore):
-    """A store that keeps the bytes of entries outside of this process's memory.
-
-    Args:
-        cipher: the cipher that encrypts entries, or None.
-    """
+    """A store that keeps the bytes of entries outside of this process's memory."""
 
     def __init__(self, cipher: StoreCipher | None) -> None:
         self.cipher = cipher

@@ -44,17 +44,13 @@ DEFAULT_LIMIT_BYTES = 64 << 30
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """Settings of a store.
-
-    Attributes:
-        secret: `StoreCipher.proof` of the secret that entries are encrypted under; None if they are not encrypted.
-    """
+    """Settings of a store."""
 
     limit_bytes: int = DEFAULT_LIMIT_BYTES  # most bytes its files may take
     kv_dtype: str = LOSSLESS
     eviction: str = "cost"
     ttl_s: float | None = None  # seconds after which an entry expires, or None
-    secret: str | None = None
+    secret: str | None = None  # `StoreCipher.proof` of what entries are encrypted under; None if they are not
     remote: str = ""  # URL of the remote behind it, without its password; empty if there is none
 
     def __post_init__(self) -> None:
@@ -72,13 +68,7 @@ class StoreSettings:
 
 
 def resolve_settings(files: StoreFiles, given: dict[str, Any], cipher: StoreCipher | None) -> StoreSettings:
-    """Return a store's settings: those given, else those saved with it, else the defaults; then save them.
-
-    Raises:
-        StoreError: if the settings cannot be read, or the store is encrypted under another secret, or encrypted and
-            no secret was given, or the other way round.
-        ValueError: if there is no such format or policy.
-    """
+    """Return a store's settings: those given, else those saved with it, else the defaults; then save them."""
     path = files.folder / "store.json"
     saved = read_settings(files.folder)
     _check_secret(files, saved, cipher)
@@ -124,11 +114,7 @@ def _secrets_of_entries(files: StoreFiles, cipher: StoreCipher | None) -> set[st
 
 
 def read_settings(folder: Path) -> StoreSettings | None:
-    """Return the settings saved with a store, or None if there is no store.
-
-    Raises:
-        StoreError: if the settings cannot be read.
-    """
+    """Return the settings saved with a store, or None if there is no store; `StoreError` if they cannot be read."""
     path = folder / "store.json"
     try:
         saved = json.loads(path.read_text())
@@ -152,9 +138,9 @@ class DiskStore(EntryStore):
     Args:
         folder: created if it does not exist.
         limit_bytes: most bytes its files may take together, at any moment; 64 GiB if never given.
-        kv_dtype: format of new entries, see `store.quantization`; the model's own if never given.
+        kv_dtype: format of new entries; the model's own if never given.
         eviction: `cost` (if never given), `lru` or `lfu`, see `store.backends.base`.
-        ttl_s: seconds after which new entries expire.
+        ttl_s: see `KVStore`.
         cipher: the cipher that encrypts entries.
         remote: URL of the remote behind the folder, kept for the next time it is opened; empty for none.
 
@@ -332,11 +318,7 @@ class DiskStore(EntryStore):
         return dict(self._models)
 
     def change(self, change: Callable[[DiskQuota], Result], *, again: bool = True) -> Result:
-        """Read or change the index; if it turns out to be damaged or replaced, open it again, and do so once more.
-
-        Raises:
-            StoreError: if the store cannot be written, or its index fails.
-        """
+        """Read or change the index; if it turns out to be damaged or replaced, open it again, and do so once more."""
         quota = self.require_quota()
         try:
             return change(quota)

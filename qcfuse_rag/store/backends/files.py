@@ -22,8 +22,6 @@ from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.entry.codec import Buffer
 
 ENDING, TEMPORARY = ".kv", ".part"
-MAX_PARTS_PER_WRITE = 1000
-"""`writev` takes 1024 on Linux and macOS."""
 ADDRESS = re.compile("([0-9a-f]{16}-)?[0-9a-f]{32}")
 SHARD = re.compile("[0-9a-f]{2}")
 _PART = r"(\.[0-9a-f]{16}\.part)?"
@@ -55,11 +53,7 @@ class StoreFiles:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, address: str) -> Path:
-        """Return the path of an entry, whether it exists or not.
-
-        Raises:
-            ValueError: if this is not an address: it might lead out of the folder.
-        """
+        """Return the path of an entry, or raise `ValueError` if this is not an address: it might lead elsewhere."""
         if not ADDRESS.fullmatch(address):
             raise ValueError(f"not an address: {address!r}")
         return self.objects / address[-2:] / f"{address}{ENDING}"
@@ -84,22 +78,16 @@ class StoreFiles:
             os.close(descriptor)
 
     def write(self, path: Path, parts: Sequence[Buffer]) -> None:
-        """Write a new file, or one that was allocated in this size, and force it to disk.
+        """Write a new file, or one that was allocated in this size, and force it to disk; if that fails, remove it.
 
-        In as few calls as possible: data written at once is in large pages of the cache, which are mapped faster.
-
-        Raises:
-            OSError: if that fails; the file is removed then.
+        All is written at once: then it is in large pages of the cache, which are mapped faster.
         """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                unwritten = [memoryview(part) for part in parts]
-                while unwritten:
-                    unwritten = _after(unwritten, os.writev(descriptor, unwritten[:MAX_PARTS_PER_WRITE]))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            with open(os.open(path, flags, 0o600), "wb") as file:
+                file.write(b"".join(parts))
+                file.flush()
+                os.fsync(file.fileno())
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -230,12 +218,3 @@ def _unlink(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
-
-
-def _after(parts: list[memoryview], written: int) -> list[memoryview]:
-    """Return the rest of some parts after their first bytes were written."""
-    for index, part in enumerate(parts):
-        if written < len(part):
-            return [part[written:], *parts[index + 1 :]]
-        written -= len(part)
-    return []

@@ -66,11 +66,6 @@ class Record:
     worth: float = 0.0  # rank among entries; the smallest is evicted first
     about: str = ""  # of a file that is being written, its address; of a file in quarantine, the damage
 
-    def to_json(self) -> str:
-        fields = asdict(self)
-        fields["numbers"] = fields.pop("kv_dtype")  # its name in the index
-        return json.dumps(fields)
-
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Parse the JSON text that the index holds; raises `CorruptEntry` if it is not a record."""
@@ -111,7 +106,9 @@ class TextDisk(diskcache.Disk):  # type: ignore[misc]
     def store(self, value: Any, read: bool, key: Any = UNKNOWN) -> tuple[int, int, None, str]:
         if not isinstance(value, Record) or read:
             raise TypeError(f"values are records, got {type(value).__name__}")
-        return value.usage.size_bytes, MODE_RAW, None, value.to_json()
+        fields = asdict(value)
+        fields["numbers"] = fields.pop("kv_dtype")  # its name in the index
+        return value.usage.size_bytes, MODE_RAW, None, json.dumps(fields)
 
     def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> Record:
         if mode != MODE_RAW or filename is not None or not isinstance(value, str) or read:
@@ -123,18 +120,7 @@ class TextDisk(diskcache.Disk):  # type: ignore[misc]
 
 
 class Index:
-    """Rows by name; the name of an entry's row is its address.
-
-    Args:
-        folder: of the database.
-
-    Attributes:
-        file_number: inode of the open database.
-
-    Raises:
-        OSError, sqlite3.Error, diskcache.Timeout: if it cannot be opened.
-        CorruptEntry: if it is damaged.
-    """
+    """Rows by name; the name of an entry's row is its address. Errors are `INDEX_FAILURES`."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -156,12 +142,7 @@ class Index:
 
     @contextmanager
     def transact(self, *, timeout_s: float = BUSY_TIMEOUT_S) -> Iterator[None]:
-        """Lock the index against all other writers, and commit or roll back all changes together.
-
-        Raises:
-            sqlite3.Error: if the index cannot be locked or written.
-            IndexReplaced: if the file of the index is another one.
-        """
+        """Lock the index against all other writers, and commit or roll back all changes together."""
         try:
             self._rows(f"PRAGMA busy_timeout = {round(1000 * timeout_s)}")
             with self._cache.transact():
@@ -232,10 +213,7 @@ class Index:
 def open_index(folder: Path, damaged: int | None = None) -> tuple[Index, str | None]:
     """Open an index, or a new empty one in the place of a damaged one; return it, and what was repaired or None.
 
-    One process at a time, so that none removes what another has just made.
-
-    Raises:
-        OSError, sqlite3.Error, diskcache.Timeout, CorruptEntry: if it cannot be opened.
+    One process at a time, so that none removes what another has just made. Errors are `INDEX_FAILURES`.
     """
     lock = os.open(folder.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -280,11 +258,7 @@ class Reservation:
 
 
 class DiskQuota:
-    """Keeps the files of a store within its limit.
-
-    Attributes:
-        evicted: number of entries evicted.
-    """
+    """Keeps the files of a store within its limit."""
 
     def __init__(
         self,
@@ -297,7 +271,7 @@ class DiskQuota:
         self.index, self._files, self._limit, self._worth, self._cipher = index, files, limit_bytes, worth, cipher
         self._uses: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self.evicted = 0
+        self.evicted = 0  # number of entries
 
     def reserve(self, address: str, size: int) -> Reservation:
         """Reserve bytes, evicting the entries with the least worth.

@@ -39,9 +39,8 @@ class MemoryStore(KVStore):
         device: `cpu`, or a GPU such as `cuda:0` for chunks that are used all the time.
         pinned: page-lock host memory, from which a GPU reads fastest; needs CUDA. None leaves it to the engine, which
             does so if its model is on a GPU. Torch rounds such memory up to powers of two.
-        kv_dtype: format of entries, see `store.quantization`.
+        kv_dtype, ttl_s: see `KVStore`.
         eviction: `lru`, `lfu` or `cost`, see `store.backends.base`.
-        ttl_s: seconds after which a chunk without an expiry expires, or None.
 
     Raises:
         ValueError: if there is no such format or policy.

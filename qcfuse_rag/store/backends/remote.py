@@ -84,8 +84,7 @@ class RemoteStore(EntryStore):
 
     Args:
         blobs: the remote, see `store.backends.fsspec_blobs` and `store.backends.redis_blobs`.
-        kv_dtype: format of new entries, see `store.quantization`.
-        ttl_s: seconds after which new entries expire.
+        kv_dtype, ttl_s: see `KVStore`.
         cipher: the cipher that encrypts entries. All who share the remote need the same secret: an entry under another
             secret is a miss, and an entry written over it is a miss to the others.
         pause_s: seconds for which requests are paused after a failure to reach the remote.

@@ -22,8 +22,7 @@ class TenantStore(KVStore):
     """A tenant's view of a store.
 
     Args:
-        store: shared by all tenants.
-        tenant: name of the tenant.
+        store, tenant: the store that all tenants share, and the name of one.
         secret: at least 16 random bytes from configuration, the same for all tenants, never from a request.
         owned: whether closing this view closes the store.
 

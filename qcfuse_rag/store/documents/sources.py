@@ -123,13 +123,9 @@ DISK_FULL_MESSAGES = ("disk is full", "disk I/O error", "No space left")
 
 
 class Manifest:
-    """An open manifest. Safe to use from several threads.
+    """The open manifest in a store's folder, or in memory. Safe to use from several threads.
 
-    Args:
-        folder: the store's folder, or None for a manifest in memory.
-
-    Raises:
-        StoreError: if the manifest cannot be opened.
+    Every method raises `StoreError` if the manifest cannot be opened, read or written; so do the classes that use it.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -294,10 +290,7 @@ SELECT 1 FROM derived WHERE address = ?1 AND NOT EXISTS (SELECT 1 FROM unwanted 
 
 
 class Derivations:
-    """The origins of a store's entries: the passages that each was computed from.
-
-    Every method raises `StoreError` if the manifest cannot be read or written.
-    """
+    """The origins of a store's entries: the passages that each was computed from."""
 
     def __init__(self, manifest: Manifest, store: KVStore) -> None:
         self._manifest, self._store = manifest, store
@@ -361,10 +354,7 @@ INSERT INTO lost (passage) SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHER
 
 
 class Garbage:
-    """The entries of a store that are marked unwanted in its manifest.
-
-    Every method raises `StoreError` if the manifest cannot be read or written.
-    """
+    """The entries of a store that are marked unwanted in its manifest."""
 
     def __init__(self, manifest: Manifest, store: KVStore) -> None:
         self._manifest, self._store = manifest, store
@@ -410,14 +400,7 @@ class Garbage:
         return len(self._addresses())
 
     def removed_since(self, number: int | None) -> tuple[int, list[str]]:
-        """Return the addresses removed since an earlier call.
-
-        Args:
-            number: as returned by the earlier call, or None for the first call.
-
-        Returns:
-            The number for the next call, and the addresses; none for the first call.
-        """
+        """Return a number for the next call, and the addresses removed since the call that returned this number."""
         if number is None:
             [(last,)] = self._manifest.read("SELECT coalesce(max(number), 0) FROM gone")
             return last, []
@@ -461,19 +444,7 @@ class Sources:
 
     Kept in `sources.db` in the store's folder, or in memory beside a store in memory. An entry whose last source is
     gone is removed from all tiers, pinned or not; if the process dies in between, `garbage.collect` finishes. Chunks
-    that never had a source, such as the system prefix, are left alone. Every method raises `StoreError` if the manifest
-    cannot be read or written.
-
-    Args:
-        store: whose chunks; not closed with this.
-
-    Attributes:
-        manifest: the database.
-        garbage: removes unwanted entries.
-        derivations: records which passages an entry was computed from.
-
-    Raises:
-        StoreError: if the manifest cannot be opened.
+    that never had a source, such as the system prefix, are left alone. The store is not closed with this.
     """
 
     def __init__(self, store: KVStore) -> None:

@@ -71,8 +71,7 @@ class BlockRange(NamedTuple):
 def _parse_header(fields: Any, entry: EntryBytes, start: int, cipher: EntryCipher | None) -> tuple[ChunkKey, ChunkKV]:
     """Return the key and the chunk of a header's JSON, after checking it and the sizes and places of its blocks.
 
-    Raises:
-        ValueError, LookupError, TypeError, AttributeError, OverflowError: if it is not a header.
+    One of `PARSE_ERRORS` says that it is no header.
     """
     tokens, layers, kv_dtype, expires = fields["tokens"], fields["layers"], fields["numbers"], fields["expires"]
     block_fields, extra_names = fields["blocks"], fields.get("extras", [])
@@ -388,20 +387,7 @@ def check_key(stored: ChunkKey, key: ChunkKey | None, address: str) -> None:
 
 
 class StoredBlocks(Blocks):
-    """The blocks of an entry as tensors, checked when they are first read.
-
-    Args:
-        entry: its bytes.
-        start: offset of the first block.
-        blocks: in the order of their offsets.
-        cipher: of an encrypted entry.
-
-    Attributes:
-        ranges: the blocks by name.
-
-    Raises:
-        CorruptEntry: if the entry has another size than its blocks.
-    """
+    """The blocks of an entry from the offset `start` on, as tensors, checked when they are first read."""
 
     def __init__(self, entry: EntryBytes, start: int, blocks: Sequence[BlockRange], cipher: EntryCipher | None) -> None:
         if entry.size != (size := start + blocks[-1].end):
@@ -426,12 +412,6 @@ class StoredBlocks(Blocks):
         first = start // ROWS_PER_PIECE
         rows = self._read_pieces(self.ranges[name], first, -(-stop // ROWS_PER_PIECE))
         return rows[start - first * ROWS_PER_PIECE : stop - first * ROWS_PER_PIECE]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.ranges)
-
-    def __len__(self) -> int:
-        return len(self.ranges)
 
     def _read_pieces(self, block: BlockRange, start: int, stop: int) -> Tensor:
         """Read and check pieces `start <= i < stop`, which are stored one after the other."""

@@ -81,11 +81,7 @@ def environment_secret() -> bytes | None:
 
 
 def environment_cipher() -> StoreCipher | None:
-    """Return the cipher of the secret in QCFUSE_SECRET; None if the variable is not set.
-
-    Raises:
-        StoreError: if the secret is too short, or QCFUSE_TENANT_SECRET is set too.
-    """
+    """Return the cipher of the secret in QCFUSE_SECRET; None if it is not set. See `environment_secret` for errors."""
     secret = environment_secret()
     return None if secret is None else StoreCipher(secret)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
-from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
+from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import FRAMED
 from tests.support import seams
 from tests.support.engines import damaged, make_engine
@@ -133,7 +133,7 @@ def test_a_chunk_that_does_not_fit_is_a_miss(warmed: FusionEngine, with_kernels:
     tensors = {name: chunk.blocks[name] for name in chunk.names()}
     tensors["key.0"] = tensors["key.0"][:, :1].contiguous()
     engine.store.discard(key)
-    engine.store.put(key, replace(chunk, blocks=TensorBlocks(tensors)))
+    engine.store.put(key, replace(chunk, blocks=Blocks(tensors)))
     done = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=make_method("reuse", base=FRAMED))
     assert "not go into" in str([lookup.reason for lookup in done.report.lookups])
     assert done.logits.isfinite().all()
