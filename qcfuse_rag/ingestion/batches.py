@@ -97,27 +97,16 @@ def _cut(buffered: list[Item], length: Callable[[Item], int], batch_tokens: int,
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """The size of a stored batch.
-
-    Attributes:
-        chunks: chunks stored.
-        tokens: tokens stored.
-        computed_tokens: tokens computed for them, ranking instruction and padding included.
-        size_bytes: bytes of keys and values in the store's format.
-    """
+    """The size of a stored batch."""
 
     chunks: int
     tokens: int
-    computed_tokens: int
-    size_bytes: int
+    computed_tokens: int  # with ranking instruction and padding
+    size_bytes: int  # of keys and values in the store's format
 
 
 def store_batch(target: PrefillTarget, batch: Batch, system_prefix: ChunkKV | None) -> BatchResult:
-    """Compute a batch behind the result of `system_prefix` and store it.
-
-    Raises:
-        StoreError: if the store cannot be written.
-    """
+    """Compute a batch behind the result of `system_prefix` and store it."""
     started = time.perf_counter()
     chunks, size = compute_batch(target, batch, system_prefix), 0
     ms_per_token = 1000 * (time.perf_counter() - started) / batch.tokens

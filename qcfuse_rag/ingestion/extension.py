@@ -70,13 +70,9 @@ class ComputedBase(Base, ABC):
     def plan(
         self, target: PrefillTarget, chunks: Sequence[Ids], related: Related, writer: EntryWriter | None
     ) -> EntryPlan | None:
-        """Return how a job makes the entries; None for a base that is not derived from other passages.
+        """Return how a job makes the entries of its chunks; None for a base that is not derived from other passages.
 
-        Args:
-            target: the model, the store and the fixed texts.
-            chunks: token ids of the job's chunks.
-            related: what is known of how they belong together.
-            writer: says who may read which passage, and what stored entries were made from; None if nobody knows.
+        The writer says who may read which passage, and what stored entries were made from; None if nobody knows.
 
         Raises:
             ValueError: if the base cannot be made from these.
@@ -85,13 +81,7 @@ class ComputedBase(Base, ABC):
 
     @abstractmethod
     def compute(self, target: PrefillTarget, batch: Batch, system_prefix: ChunkKV | None) -> list[ChunkKV]:
-        """Return the keys and values of a batch's chunks.
-
-        Args:
-            target: the model, the store and the fixed texts.
-            batch: chunks of this base.
-            system_prefix: the exact keys and values of the system prefix; None if the prompt has none.
-        """
+        """Return the keys and values of a batch's chunks; `system_prefix` is exact, None if the prompt has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +89,6 @@ class EntryWriter:
     """Writes entries that are made from passages. They are deleted when one of these passages is deleted.
 
     Attributes:
-        target: the model and the store.
-        prompts: tokenises passages.
         sources: returns the store's sources; called each time, because a forked process opens them again.
         losses: passages deleted so far, see `Derivations.loss_count`. Those deleted from here on, while a job computes,
             take its entries along.
@@ -112,16 +100,9 @@ class EntryWriter:
     losses: int
 
     def put(self, key: ChunkKey, chunk: ChunkKV, origins: Sequence[Ids], *, saved_ms: float | None = None) -> bool:
-        """Write an entry; return False if one of its origins was deleted meanwhile, and the entry with it.
+        """Write an entry made from the passages `origins`; see `KVStore.put`.
 
-        Args:
-            key: its key.
-            chunk: its keys and values, in the store's format.
-            origins: token ids of the passages that it is made from.
-            saved_ms: milliseconds that a use of the entry saves.
-
-        Raises:
-            StoreError: if the store cannot be written.
+        Return False if one of its origins was deleted meanwhile, and the entry with it.
         """
         self.begin(key, origins)
         self.target.store.put(key, chunk, saved_ms=saved_ms)

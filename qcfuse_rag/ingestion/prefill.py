@@ -170,19 +170,12 @@ class QueryAttention:
 
 @dataclass(frozen=True)
 class PrefillTarget:
-    """A model, the store that its caches go to, and the fixed texts in front of chunks.
-
-    Attributes:
-        lm: the model.
-        store: the store.
-        prefix_ids: token ids of the system prefix.
-        primer: token ids in front of primed chunks, see `ingestion.primer`; empty without primed bases.
-    """
+    """A model, the store that its caches go to, and the fixed texts in front of chunks."""
 
     lm: LanguageModel
     store: KVStore
-    prefix_ids: Ids
-    primer: Ids = ()
+    prefix_ids: Ids  # of the system prefix
+    primer: Ids = ()  # in front of primed chunks, see `ingestion.primer`; empty without primed bases
 
     @cached_property
     def primed_prefix(self) -> ChunkKV:
@@ -203,19 +196,12 @@ class PrefillTarget:
 
 @dataclass(frozen=True, slots=True)
 class PendingChunk:
-    """A chunk of a job under one base.
+    """A chunk of a job under one base."""
 
-    Attributes:
-        index: first index of the chunk among the job's chunks.
-        base: the base.
-        key: the key of its entry.
-        ids: its token ids, in four bytes each.
-    """
-
-    index: int
+    index: int  # its first among the job's chunks
     base: Base
     key: ChunkKey
-    ids: array[int]
+    ids: array[int]  # four bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +209,6 @@ class Batch:
     """Chunks to compute in one pass.
 
     Attributes:
-        base: base of all chunks.
         chunks: token ids of each chunk.
         origins: for a derived base, the token ids of the passages that each chunk's entry is made from, in their order;
             else empty.

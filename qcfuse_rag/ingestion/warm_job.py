@@ -195,11 +195,9 @@ class WarmJob:
             self._pending.sort(key=lambda chunk: -priority[chunk.index])
 
     def plan(self, *, measure: bool = False, limit_bytes: int | None = None) -> WarmPlan:
-        """Return what `run` would do, without storing anything.
+        """Return what `run` would do, without storing anything; `limit_bytes` is in place of the store's own limit.
 
-        Args:
-            measure: prefill one batch to estimate the time.
-            limit_bytes: largest size of the store in bytes, instead of its own limit.
+        `measure` prefills one batch to estimate the time.
         """
         split = self._split(limit_bytes or self._target.store.limit_bytes)
         return WarmPlan(

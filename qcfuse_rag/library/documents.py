@@ -87,10 +87,6 @@ class ServedLibrary(Retriever):
         rerank: whether the engine orders several times as many.
         editable: whether clients may add and remove documents.
         changing: returns a context in which no other job changes the library; raises `Busy` if another job does.
-
-    Attributes:
-        forget_listeners: called with the name of each document that was removed; they may return a number of passages
-            that waited to be warmed.
     """
 
     def __init__(
@@ -108,6 +104,7 @@ class ServedLibrary(Retriever):
         self._engine, self._count = engine, count
         self._reranker = engine if rerank else None
         self._changing, self._closed = changing, threading.Event()
+        # Called with the name of each document that was removed; they may return a number of passages that waited.
         self.forget_listeners: list[Callable[[str], int | None]] = []
         self._splitting = TextSplitting(engine.lm.tokenizer, PASSAGE_TOKENS) if editable else None
 

@@ -240,11 +240,7 @@ class RetrievalLog:
                 write_atomically(self._path, lines, sync=False)
 
     def keep_only(self, texts: Iterable[str]) -> None:
-        """Remove the hashes of all other passages, such as those of forgotten documents.
-
-        Raises:
-            OSError: if the file cannot be written.
-        """
+        """Remove the hashes of all other passages, such as those of forgotten documents; `OSError` if it cannot."""
         kept, retrievals = {digest(text.encode()) for text in texts}, self._retrievals()
         if all(name in kept for retrieval in retrievals for name in retrieval):
             return
@@ -280,11 +276,7 @@ class RetrievalLog:
 
 
 def forget_passages(folder: Path, source: str) -> int:
-    """Remove a document from the index in a folder, if there is one, and return the number of its passages.
-
-    Raises:
-        OSError: if the index or the log cannot be written.
-    """
+    """Remove a document from the index in a folder, if there is one, and from the log; return its passages' number."""
     if not folder.is_dir():
         return 0
     index = PassageIndex.load(folder)

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import Busy, QCFuseError
+from qcfuse_rag.store.backends.files import process_has_ended, process_namespace
 
 RECORD_NAME = "warm.json"
 """File of a library with the record of its last warming job; the lock's file is beside it."""
@@ -51,12 +52,6 @@ def job_lock(library: Path) -> Iterator[None]:
         lock.release()
 
 
-def _host() -> str:
-    from qcfuse_rag.store.backends.files import process_namespace
-
-    return process_namespace()
-
-
 @dataclass(slots=True)
 class JobRecord:
     """A warming job of a library, as `qcfuse warm status` shows it; times are Unix times.
@@ -69,7 +64,7 @@ class JobRecord:
     arguments: dict[str, Any]
     state: str = "running"
     pid: int = field(default_factory=os.getpid)
-    host: str = field(default_factory=_host)
+    host: str = field(default_factory=process_namespace)
     started: float = field(default_factory=time.time)
     updated: float = 0.0
     done_tokens: int = 0
@@ -96,8 +91,6 @@ class JobRecord:
     @property
     def actual_state(self) -> str:
         """The state; `killed` if the record says `running` but its process on this machine no longer exists."""
-        from qcfuse_rag.store.backends.files import process_has_ended
-
         return "killed" if self.state == "running" and process_has_ended(self.host, self.pid) else self.state
 
     @property
@@ -129,11 +122,7 @@ class JobRecord:
         return data
 
     def forget(self, source: str) -> None:
-        """Remove a document's name, and write the record if it had one.
-
-        Raises:
-            OSError: if it cannot be written.
-        """
+        """Remove a document's name, and write the record if it had one; raise `OSError` if it cannot be written."""
         before = self.to_dict()
         self.arguments["paths"] = [path for path in self.arguments.get("paths", []) if not _names(path, source)]
         if self.summary is not None:

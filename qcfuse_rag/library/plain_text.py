@@ -28,11 +28,7 @@ class UnreadableFile(QCFuseError):
 
 
 def decode_text(data: bytes) -> str:
-    """Return the text of a file.
-
-    Raises:
-        UnreadableFile: if it is not text, or its encoding cannot be told.
-    """
+    """Return the text of a file; raise `UnreadableFile` if it is not text, or its encoding cannot be told."""
     for mark, encoding in MARKS.items():
         if data.startswith(mark):
             return _without_nul(_decode(data[len(mark) :], encoding))

@@ -147,11 +147,7 @@ def check_paths(paths: Iterable[Path], reader: str, skip: Sequence[Path], *, if_
 
 
 def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
-    """Return the reader of an installed package.
-
-    Raises:
-        QCFuseError: if no installed package has this reader.
-    """
+    """Return the reader of an installed package; raise `QCFuseError` if none has this reader."""
     readers = entry_points(group=READERS_GROUP)
     if name not in readers.names:
         names = ", ".join(sorted({FILES, *readers.names}))
@@ -169,11 +165,7 @@ def is_markdown(name: str) -> bool:
 
 
 class TextSplitting:
-    """Split text at its own structure into passages of at most `max_tokens`, in time proportional to its length.
-
-    Raises:
-        QCFuseError: if semantic-text-splitter is not installed.
-    """
+    """Split text at its own structure into passages of at most `max_tokens`, in time proportional to its length."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
         plain, markdown = _import_splitters()

@@ -44,21 +44,16 @@ class KnownQuestion(BaseModel):
 class RerankCheck:
     """How well the right passages were ranked, over all questions.
 
-    Attributes:
-        questions: number of questions.
-        found: how many have a right passage among the nearest.
-        retriever, reranked: share of questions with a right passage first (`recall@1`) and among the first four
-            (`recall@4`), and the mean reciprocal rank of the first right one (`mrr`).
-        difference: of the mean reciprocal rank.
-        interval: of the difference, 95 %, by bootstrap over questions.
+    By the retriever and reranked: share of questions with a right passage first (`recall@1`) and among the first four
+    (`recall@4`), and the mean reciprocal rank of the first right one (`mrr`).
     """
 
     questions: int
-    found: int
+    found: int  # questions with a right passage among the nearest
     retriever: dict[str, float]
     reranked: dict[str, float]
-    difference: float
-    interval: tuple[float, float]
+    difference: float  # of the mean reciprocal rank
+    interval: tuple[float, float]  # of the difference, 95 %, by bootstrap over questions
 
     @property
     def passed(self) -> bool:

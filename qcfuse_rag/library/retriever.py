@@ -39,19 +39,12 @@ SEARCHES = 3
 
 @dataclass(frozen=True, slots=True)
 class RetrievedPassage:
-    """A passage retrieved for a question.
+    """A passage retrieved for a question."""
 
-    Attributes:
-        source: name of its document.
-        title: the Markdown heading that it stands under; None if its document has no heading up to its end.
-        text: the passage.
-        score: cosine similarity to the question, at most 1.
-    """
-
-    source: str
-    title: str | None
+    source: str  # name of its document
+    title: str | None  # the Markdown heading that it stands under; None if its document has no heading up to its end
     text: str
-    score: float
+    score: float  # cosine similarity to the question, at most 1
 
 
 Retrieved = tuple[list[RetrievedPassage], "Reranking | None"]
@@ -70,12 +63,7 @@ class Retriever:
 
     @staticmethod
     def open(folder: Path, embedder: str = DEFAULT_EMBEDDER) -> Retriever:
-        """Open the index in a folder, made with the embedding model of this name.
-
-        Raises:
-            QCFuseError: if there is no index, it cannot be read, or it was made with another embedding model.
-            ModelNotFound: if the embedding model cannot be loaded.
-        """
+        """Open the index in a folder, made with the embedding model of this name; for errors see both classes."""
         return Retriever(folder, PassageIndex.load(folder, embedder), Embedder(embedder_source(embedder)))
 
     @property

@@ -27,7 +27,6 @@ class LibrarySettings:
     """What a library's documents were warmed with. The embedding model is named in the passage index.
 
     Attributes:
-        folder: the library.
         model: Hugging Face id or absolute path of the model; None for the default model.
         fingerprint: the fields of the model's fingerprint; empty if nothing was warmed yet.
         method: name of the method that answers questions, unless a command names another.

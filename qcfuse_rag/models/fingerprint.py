@@ -27,25 +27,15 @@ NOT_IDENTITY = {"_name_or_path", "transformers_version", "dtype", "torch_dtype",
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Hashes of everything that a model's keys and values depend on.
+    """Hashes of everything that a model's keys and values depend on."""
 
-    Attributes:
-        weights: hash of the name, shape and bytes of every parameter and every saved buffer.
-        config: hash of the configuration without the fields that do not change results.
-        tokenizer: hash of the tokenizer's rules and vocabulary.
-        rope: hash of the measured rotation of each layer.
-        dtype: dtype of computed keys and values, such as `bfloat16`.
-        weight_format: `model`, or the format that the weights were quantised to as they were loaded.
-        writer: hash of the writer for primed passages, see `runtime.writer`; empty without one.
-    """
-
-    weights: str
-    config: str
-    tokenizer: str
-    rope: str
-    dtype: str
-    weight_format: str = "model"
-    writer: str = ""
+    weights: str  # name, shape and bytes of every parameter and every saved buffer
+    config: str  # without the fields that do not change results
+    tokenizer: str  # rules and vocabulary
+    rope: str  # the measured rotation of each layer
+    dtype: str  # of computed keys and values, such as `bfloat16`; not hashed
+    weight_format: str = "model"  # or what the weights were quantised to as they were loaded; not hashed
+    writer: str = ""  # the writer for primed passages, see `runtime.writer`; empty without one
 
     @cached_property
     def digest(self) -> str:

@@ -191,19 +191,12 @@ _LOAD_LOCK = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model as `load_model` returns it.
-
-    Attributes:
-        model: the model.
-        tokenizer: its tokenizer.
-        weights_hash: hash of its weights before any were rounded or quantised.
-        weight_format: `model`, or the format that the weights were quantised to, for the fingerprint.
-    """
+    """A model as `load_model` returns it."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    weights_hash: str
-    weight_format: str = "model"
+    weights_hash: str  # of its weights before any were rounded or quantised
+    weight_format: str = "model"  # or what the weights were quantised to, for the fingerprint
 
 
 def load_model(name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "auto") -> LoadedModel:
@@ -260,7 +253,7 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
         if getattr(model, "hf_quantizer", None) is None or isinstance(error, torch.OutOfMemoryError):
             raise
         raise UnsupportedModel(
-            f"{name!r} has packed weights that cannot be moved to {device}: {_first_line(error)}; name the device that "
+            f"{name!r} has packed weights that cannot be moved to {device}: {_summary(error)}; name the device that "
             "they were packed for, or load a checkpoint that is not quantised"
         ) from error
     if files != _weight_files(source, gguf):  # the hub has sent newer files than the cached ones
@@ -357,7 +350,7 @@ def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise QCFuseError(f"there is no device {device!r} here: {_first_line(error)}") from error
+        raise QCFuseError(f"there is no device {device!r} here: {_summary(error)}") from error
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -392,14 +385,10 @@ def _load_error(name: str, error: BaseException, *, unreachable: bool) -> QCFuse
         return ModelNotFound(f"the weights of {name!r} have other shapes than its configuration asks for")
     if unreachable:
         return ModelNotFound(unreachable_reason(name))
-    return ModelNotFound(f"cannot load {name!r}: {_summary_line(message) or type(error).__name__}")
+    return ModelNotFound(f"cannot load {name!r}: {_summary(error)}")
 
 
-def _summary_line(message: str) -> str:
-    first, *rest = message.strip().splitlines() or [""]
-    return " ".join([first.strip(), *(line.strip() for line in rest[:2])]) if first.endswith((":", ": ")) else first
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _summary(error: BaseException) -> str:
+    """Return the first line of an error's message, with two more if it ends with a colon; its type if it has none."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[:3]) if lines[0].endswith(":") else lines[0]

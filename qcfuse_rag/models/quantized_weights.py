@@ -8,8 +8,8 @@ there. Embeddings, the output layer and norms stay in the model's dtype. Activat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -51,8 +51,7 @@ def _nf4(linear: nn.Linear, device: torch.device) -> nn.Module:
     return layer.to(device)
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedFormat:
+class QuantizedFormat(NamedTuple):
     """A format of weights: the library that has it, and the function that quantises a linear layer on a device."""
 
     library: str
@@ -64,11 +63,7 @@ FORMATS = {"nf4": QuantizedFormat("bitsandbytes", _nf4), "int8_weight_only": Qua
 
 
 def plain_linears(layers: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers of a decoder's layers by name.
-
-    Raises:
-        UnsupportedModel: if there are other matrices, such as experts.
-    """
+    """Return the linear layers of a decoder's layers by name; `UnsupportedModel` if there are others, as of experts."""
     linears = {name: module for name, module in layers.named_modules() if type(module) is nn.Linear}
     matrices = {name for name, weight in layers.named_parameters() if weight.dim() > 1}
     if other := matrices - {f"{name}.weight" for name in linears}:

@@ -32,21 +32,13 @@ CLOSE = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentLayer:
-    """The mixer of a recurrent layer, and its inputs.
+    """The mixer of a recurrent layer, and its inputs."""
 
-    Attributes:
-        mixer: name of the mixer in the decoder.
-        projections: names in the mixer of the linear layers that read hidden states.
-        used: of each of them, `[C]` bool on the CPU, output channels that later tokens depend on.
-        output: name in the mixer of its last linear layer.
-        continues: whether the mixer's own code computes several tokens behind a state; all compute one.
-    """
-
-    mixer: str
-    projections: tuple[str, ...]
-    used: tuple[Tensor, ...]
-    output: str
-    continues: bool
+    mixer: str  # name of the mixer in the decoder
+    projections: tuple[str, ...]  # names in the mixer of the linear layers that read hidden states
+    used: tuple[Tensor, ...]  # of each of them, `[C]` bool on the CPU, output channels that later tokens depend on
+    output: str  # name in the mixer of its last linear layer
+    continues: bool  # whether the mixer's own code computes several tokens behind a state; all compute one
 
     @property
     def n_channels(self) -> int:

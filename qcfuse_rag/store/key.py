@@ -15,21 +15,13 @@ from qcfuse_rag.models.fingerprint import Fingerprint, digest
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """Everything a chunk's keys and values depend on, and their tenant; the same key means the same entry.
-
-    Attributes:
-        fingerprint: of the model.
-        base: how the chunk was prefilled, see `Base`.
-        prefix: hash of the token ids it was prefilled behind.
-        ids: hash of its own token ids.
-        namespace: a tenant's token, which cannot be guessed, see `store.backends.tenant`; empty for shared entries.
-    """
+    """Everything a chunk's keys and values depend on, and their tenant; the same key means the same entry."""
 
     fingerprint: Fingerprint
-    base: str
-    prefix: str
-    ids: str
-    namespace: str = ""
+    base: str  # how the chunk was prefilled, see `Base`
+    prefix: str  # hash of the token ids it was prefilled behind
+    ids: str  # hash of its own token ids
+    namespace: str = ""  # a tenant's token, which cannot be guessed, see `store.backends.tenant`
 
     @cached_property
     def address(self) -> str:

@@ -16,10 +16,12 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.entry.codec import Buffer
+
+if TYPE_CHECKING:  # `library.jobs` imports this, and torch imports slowly
+    from qcfuse_rag.store.entry.codec import Buffer
 
 ENDING, TEMPORARY = ".kv", ".part"
 ADDRESS = re.compile("([0-9a-f]{16}-)?[0-9a-f]{32}")
