@@ -6,6 +6,7 @@ import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from rich.bar import Bar
 from rich.table import Table
 
 from qcfuse_rag.bundled import default_model
@@ -29,6 +30,8 @@ from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.tuning.tune import LEAST_GAIN, RATIOS, Measured, TuningReport, partial_path, tune
+
+BAR_WIDTH = 24
 
 
 def run_tune(library: Path, config: EngineConfig, count: int | None, *, as_json: bool) -> bool:
@@ -64,11 +67,13 @@ def _print_measured(done: int, measured: Measured) -> None:
 
 
 def _print_report(report: TuningReport, library: Path) -> None:
-    table = Table("recomputed", "", "KL", "KL of the first token", "same answers")
+    table = Table("recomputed", "", "KL", "", "KL of the first token", "same answers")
+    most = max(nearness.kl for nearness in report.before.values())
     for ratio in RATIOS:
         for name, measured in (("untuned", report.before), ("tuned", report.after)):
             found = measured[ratio]
-            table.add_row(f"{ratio:.0%}", name, f"{found.kl:.4f}", f"{found.first_kl:.4f}", f"{found.same:.0%}")
+            bar = Bar(most, 0, found.kl, width=BAR_WIDTH)
+            table.add_row(f"{ratio:.0%}", name, f"{found.kl:.4f}", bar, f"{found.first_kl:.4f}", f"{found.same:.0%}")
     OUT.print(table)
     print_line(f"{report.prompts:,} prompts of {report.passages:,} passages in {duration(report.seconds)}")
     if report.path is None:
