@@ -25,7 +25,7 @@ from qcfuse_rag.cli.library import print_model_note, with_settings
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.library.folder import existing_store_folder, index_folder, refuse_store
 from qcfuse_rag.library.index import PassageIndex
-from qcfuse_rag.library.jobs import job_lock
+from qcfuse_rag.library.jobs import JobRecord, job_lock
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -46,7 +46,9 @@ def run_tune(library: Path, config: EngineConfig, count: int | None, *, as_json:
         with status("loading the model"):
             lm = LanguageModel.load(config.model or default_model(), **config.load_options())
         prompts = PromptBuilder(lm.tokenizer, config.wording, lm.context_window.tokens)
-        print_note("note:", "a writer needs the library to be warmed again; Ctrl-C keeps the weights so far")
+        last = JobRecord.load(library)
+        took = duration(last.updated - last.started)
+        print_note("note:", f"a writer needs a new warming (the last took {took}); Ctrl-C keeps the weights so far")
         try:
             with progress_bar("tuning", "prompts") as advance:
                 report = tune(lm, prompts, texts, folder, count=count, progress=advance, measured=_print_measured)

@@ -41,6 +41,8 @@ def test_a_writer_is_kept_beside_the_librarys_caches(run: Run, library: Path, mo
     assert f"`qcfuse warm run DOCUMENTS --store {library}`" in said
     assert f"`qcfuse verify --store {library}`" in said
     assert "after 0 prompts: held-out divergence" in err
+    assert "a writer needs a new warming (the last took" in err
+    assert "█" in out
     assert writer.suffix == ".safetensors"
 
 
