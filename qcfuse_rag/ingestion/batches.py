@@ -10,6 +10,7 @@ from typing import TypeVar
 from qcfuse_rag.ingestion.extension import ComputedBase, EntryPlan
 from qcfuse_rag.ingestion.prefill import (
     Batch,
+    Ids,
     PendingChunk,
     PrefillTarget,
     Ranker,
@@ -131,11 +132,16 @@ def prefill_batch(
     """Return the keys and values of a batch's chunks behind the text of their base, which is the same for all."""
     base, prefix, lm = batch.base, system_prefix, target.lm
     if base.primed:
-        prefix, lm = target.primed_prefix, lm.writer or lm
-    elif not base.after_prefix:
+        made: dict[Ids, ChunkKV] = {}
+        for model, tuned in ((lm, False), (lm.writer, True)):
+            if model and (chunks := [ids for ids in batch.chunks if lm.is_tuned_on(ids) is tuned]):
+                computed = prefill_chunks(model, chunks, prefix=target.primed_prefix, ranker=ranker)
+                made.update(zip(chunks, computed, strict=True))
+        return [made[ids] for ids in batch.chunks]
+    if not base.after_prefix:
         ids = base.prefix(target.prefix_ids)
         prefix = prefill_chunk(target.lm, ids) if ids else None
-    return prefill_chunks(lm, batch.chunks, prefix=prefix, ranker=ranker)
+    return prefill_chunks(target.lm, batch.chunks, prefix=prefix, ranker=ranker)
 
 
 def system_prefix(target: PrefillTarget, *, store: bool = True) -> ChunkKV | None:

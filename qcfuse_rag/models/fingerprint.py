@@ -35,7 +35,7 @@ class Fingerprint:
     rope: str  # the measured rotation of each layer
     dtype: str  # of computed keys and values, such as `bfloat16`; not hashed
     weight_format: str = "model"  # or what the weights were quantised to as they were loaded; not hashed
-    writer: str = ""  # the writer for primed passages, see `runtime.writer`; empty without one
+    writer: str = ""  # see `runtime.writer`; empty without one, and of entries that it did not compute
 
     @cached_property
     def digest(self) -> str:
@@ -52,9 +52,14 @@ class Fingerprint:
         """The dtype, and the weights' format if it is another: such as `float32` or `float32, int8 weights`."""
         return self.dtype if self.weight_format == "model" else f"{self.dtype}, {self.weight_format} weights"
 
+    @property
+    def without_writer(self) -> Fingerprint:
+        """The fingerprint of the same model without a writer."""
+        return replace(self, writer="") if self.writer else self
+
     def writer_path(self, folder: Path) -> Path:
-        """Return the file that keeps the writer of this model in a store's folder; that of a model without one."""
-        return folder / f"writer-{replace(self, writer='').digest}.safetensors"
+        """Return the file that keeps the writer of this model in a store's folder."""
+        return folder / f"writer-{self.without_writer.digest}.safetensors"
 
     def differences(self, other: dict[str, str]) -> list[str]:
         """Return the names of the fields in which a stored fingerprint differs."""

@@ -2,14 +2,16 @@
 
 Passages are computed apart, but read together; a writer brings their keys and values nearer to those of full prefill.
 Whatever reads them runs the model as it is, so requests cost the same, and full prefill is unchanged. The idea is
-SemPIC's (arXiv 2607.28069). `tuning` makes writers, and a store's folder keeps them: one for each model.
+SemPIC's (arXiv 2607.28069). `tuning` makes writers, and a store's folder keeps them: one for each model. A writer makes
+passages of other kinds worse, so it computes those alone that it was tuned on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
@@ -26,6 +28,8 @@ WriterWeights = Mapping[str, tuple[Tensor, Tensor]]
 """By the name of a linear layer within the decoder: `[rank, in]` and `[out, rank]`."""
 SCALE = 2.0
 SIDES = ("down", "up")
+PASSAGES = "passages"
+"""Name of the tensor with the passages' hashes, `[n, 16]` uint8."""
 
 
 class AdaptedLinear(nn.Module):
@@ -66,22 +70,25 @@ def adapted_view(model: PreTrainedModel, weights: WriterWeights) -> PreTrainedMo
     return whole
 
 
-def save_writer(path: Path, weights: WriterWeights, metadata: Mapping[str, str]) -> None:
-    """Write a writer in bfloat16; raise `OSError` if that fails, and the old file stays."""
+def save_writer(path: Path, weights: WriterWeights, passages: Collection[str], metadata: Mapping[str, str]) -> None:
+    """Write a writer in bfloat16, with its passages' hashes; raise `OSError` if that fails, and the old file stays."""
     halves = {f"{name}.{side}": half for name, pair in weights.items() for side, half in zip(SIDES, pair, strict=True)}
-    data = save({name: half.detach().bfloat16().contiguous() for name, half in halves.items()}, dict(metadata))
-    write_atomically(path, data)
+    tensors = {name: half.detach().bfloat16().contiguous() for name, half in halves.items()}
+    hashes = torch.frombuffer(bytearray.fromhex("".join(sorted(passages))), dtype=torch.uint8)
+    write_atomically(path, save({**tensors, PASSAGES: hashes.view(len(passages), -1)}, dict(metadata)))
 
 
-def load_writer(path: Path, model: PreTrainedModel) -> tuple[WriterWeights, str]:
-    """Return the writer in a file, with device and dtype of its model, and its hash.
+def load_writer(path: Path, model: PreTrainedModel) -> tuple[WriterWeights, frozenset[str], str]:
+    """Return the writer in a file, with device and dtype of its model, the hashes of its passages, and its own hash.
 
     Raises:
         QCFuseError: if it cannot be read, or belongs to another model.
     """
     try:
         data = path.read_bytes()
-        halves = {name: half.to(model.device, model.dtype) for name, half in load(data).items()}
+        tensors = load(data)
+        passages = frozenset(row.numpy().tobytes().hex() for row in tensors.pop(PASSAGES))
+        halves = {name: half.to(model.device, model.dtype) for name, half in tensors.items()}
         weights = {
             name: (halves[f"{name}.down"], halves[f"{name}.up"])
             for name in dict.fromkeys(half.rpartition(".")[0] for half in halves)
@@ -93,4 +100,4 @@ def load_writer(path: Path, model: PreTrainedModel) -> tuple[WriterWeights, str]
     sizes = linear_layers(model)
     if any(sizes.get(name) != (down.shape[1], up.shape[0]) for name, (down, up) in weights.items()):
         raise QCFuseError(f"the writer {path} belongs to another model: delete it, or run `qcfuse tune` again")
-    return weights, digest(data)
+    return weights, passages, digest(data)

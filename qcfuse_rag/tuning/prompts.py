@@ -72,7 +72,7 @@ def usable_passages(prompts: PromptBuilder, texts: Sequence[str], window: int) -
     Long ones are not cut: a writer that has seen short passages alone makes long ones worse.
     """
     limit = window // WINDOW_SHARE
-    return [text for text in dict.fromkeys(text.strip() for text in texts) if 0 < len(prompts.chunk_ids(text)) <= limit]
+    return [text for text in dict.fromkeys(texts) if text.strip() and len(prompts.chunk_ids(text)) <= limit]
 
 
 def task_prompt(prompts: PromptBuilder, pool: Sequence[str], chance: random.Random, only: str = "") -> TuningPrompt:
@@ -110,12 +110,12 @@ def _chain(chance: random.Random, passages: list[str]) -> str:
 
 
 def _copy(chance: random.Random, passages: list[str]) -> str:
-    body = chance.choice(passages).split("\n")[-1]
+    body = chance.choice(passages).strip().split("\n")[-1]
     return f'Repeat the sentence that begins with "{" ".join(body.split()[:4])}".'
 
 
 def _about(chance: random.Random, passages: list[str]) -> str:
-    body = chance.choice(passages).split("\n")[-1]
+    body = chance.choice(passages).strip().split("\n")[-1]
     names = PROPER_NAME.findall(body) or [" ".join(body.split()[:3])]
     return f"What do the passages say about {chance.choice(names)}?"
 

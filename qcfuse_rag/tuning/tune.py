@@ -17,6 +17,7 @@ from qcfuse_rag.errors import QCFuseError, UnsupportedModel
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.writer import WriterWeights, linear_layers, load_writer, save_writer
+from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.tuning.prompts import WINDOW_SHARE, task_prompt, usable_passages
 from qcfuse_rag.tuning.trainer import Prompts, Trainer
 from qcfuse_rag.verification.exactness import stock_attention
@@ -157,6 +158,7 @@ def tune(
         )
     schedule = ON_GPU if lm.device.type == "cuda" else ON_CPU
     count, step = count or schedule.prompts, schedule.step
+    tuned = {hash_ids(prompts.chunk_ids(text)) for text in pool}
     chance, path = random.Random(seed), lm.fingerprint.writer_path(folder)
     held_out = [task_prompt(prompts, pool, chance) for _ in range(HELD_OUT_PROMPTS)]
     started = time.monotonic()
@@ -206,11 +208,11 @@ def tune(
                         kept = _copy(writer)
         except KeyboardInterrupt:
             if done > begun:
-                save_writer(partial_path(path), writer, {"prompts": str(done)})
+                save_writer(partial_path(path), writer, tuned, {"prompts": str(done)})
             raise
     written = None
     if kept is not None and best[RATIOS[0]].kl <= (1 - LEAST_GAIN) * before[RATIOS[0]].kl:
-        save_writer(path, kept, {"prompts": str(done)})
+        save_writer(path, kept, tuned, {"prompts": str(done)})
         written = path
     partial_path(path).unlink(missing_ok=True)
     return TuningReport(written, done, len(pool), time.monotonic() - started, before, best)
@@ -239,7 +241,7 @@ def _take_up(partial: Path, trainer: Trainer, writer: WriterWeights) -> int:
     """Fill in the weights of an interrupted tuning, and return the number of its prompts; 0 if there is none."""
     if not partial.exists():
         return 0
-    weights, _ = load_writer(partial, trainer.model)
+    weights, *_ = load_writer(partial, trainer.model)
     for name, pair in weights.items():
         for weight, half in zip(writer[name], pair, strict=True):
             weight.data.copy_(half)

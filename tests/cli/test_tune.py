@@ -44,6 +44,8 @@ def test_a_writer_is_kept_beside_the_librarys_caches(run: Run, library: Path, mo
     assert "a writer needs a new warming (the last took" in err
     assert "█" in out
     assert writer.suffix == ".safetensors"
+    again = run.json("warm", "run", library.parent / "documents", "--store", library, "--device", "cpu")
+    assert (again["chunks"], again["present"]) == (48, 24), "the framed ones are as before"
 
 
 @pytest.mark.slow
