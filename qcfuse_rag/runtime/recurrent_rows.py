@@ -3,14 +3,16 @@
 A view of the model has other mixers (`models.recurrence`). They multiply the rows alone, write the products to the
 buffer as an attention layer writes keys and values, and hand the model's own mixer the products of all tokens. So the
 model's own code computes convolution, recurrence and gate, over everything that stands before the rows. What it costs
-beside the products is small, and it begins behind the tokens that did not change since the last pass.
+beside the products is small, and it begins behind the tokens that did not change since the last pass. A step of several
+requests runs the mixer once, over their states together.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -62,11 +64,30 @@ class RecurrentRows(ModuleProxy):
         keys, values = padded.view(*padded.shape[:2], 2, shape.kv_heads, shape.key_dim).permute(2, 0, 3, 1, 4)
         stored.write(keys, values)
         sequences = stored.sequences()
-        outputs = []
-        for index, sequence in enumerate(sequences):
-            rows = products if len(sequences) == 1 else [each[index : index + 1] for each in products]
-            outputs.append(self._outputs(rows, sequence, call))
-        return self.inner.get_submodule(self._layer.output)(torch.cat(outputs))
+        if len(sequences) > 1 and all(self._is_step(sequence) for sequence in sequences):
+            output = self._step(products, sequences, call)
+        else:
+            rows = [products] if len(sequences) == 1 else zip(*(torch.split(each, 1) for each in products), strict=True)
+            outputs = [self._outputs([*own], each, call) for own, each in zip(rows, sequences, strict=True)]
+            output = torch.cat(outputs)
+        return self.inner.get_submodule(self._layer.output)(output)
+
+    def _is_step(self, sequence: StoredSequence) -> bool:
+        """Tell whether a sequence has one row, directly behind its state."""
+        if sequence.states is None or self._index not in sequence.states or sequence.visible is not None:
+            return False
+        return sequence.first + 1 == sequence.length == sequence.states[self._index][0] + 1
+
+    def _step(self, products: list[Tensor], sequences: Sequence[StoredSequence], call: MixerCall) -> Tensor:
+        """Run the recurrence over one row of each sequence; return `[B, 1, C]` like `_outputs`."""
+        kept = [sequence.states for sequence in sequences if sequence.states is not None]
+        joined = _joined([states.pop(self._index)[1] for states in kept])
+        cache = Cache(layers=[joined] * (self._index + 1))
+        with self._call.of(products, None):
+            output: Tensor = self.recurrence(call.hidden, **{**call.options, call.cache_name: cache})
+        for states, sequence, state in zip(kept, sequences, _parted(joined, len(kept)), strict=True):
+            states[self._index] = sequence.length, state
+        return output
 
     def _outputs(self, products: list[Tensor], sequence: StoredSequence, call: MixerCall) -> Tensor:
         """Run the recurrence up to the last row; return `[B, R, C]`, the rows' inputs of the mixer's last product."""
@@ -103,6 +124,35 @@ class RecurrentRows(ModuleProxy):
             each[:, inside] = own
             whole.append(each)
         return whole, inside
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """Return the states of several sequences as one with a batch of them: tensors are joined, also in dictionaries."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(values))
+    if isinstance(first, dict):
+        return {key: _joined([value[key] for value in values]) for key in first}
+    if isinstance(first, LinearAttentionLayer):
+        joined = copy(first)
+        joined.__dict__.update(_joined([vars(value) for value in values]))
+        return joined
+    return first
+
+
+def _parted(value: Any, count: int) -> list[Any]:
+    """Return each sequence's part of joined states; the parts share their memory."""
+    if isinstance(value, Tensor):
+        return [*torch.split(value, 1)]
+    if isinstance(value, dict):
+        parts = {key: _parted(each, count) for key, each in value.items()}
+        return [{key: part[index] for key, part in parts.items()} for index in range(count)]
+    if isinstance(value, LinearAttentionLayer):
+        layers = [copy(value) for _ in range(count)]
+        for layer, part in zip(layers, _parted(vars(value), count), strict=True):
+            layer.__dict__.update(part)
+        return layers
+    return [value] * count
 
 
 def _channels(used: Tensor) -> slice | Tensor:

@@ -16,6 +16,7 @@ from qcfuse_rag.methods.common import DeviationProbe
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_batch, forward_logits, forward_rows, forward_step
+from qcfuse_rag.runtime.recurrent_rows import RecurrentRows
 from qcfuse_rag.runtime.rows import BatchPlan, RowsPlan
 from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.store.quantization import STORE_FORMATS
@@ -134,6 +135,26 @@ def test_steps_of_several_requests_are_those_of_each_alone(lm: LanguageModel) ->
         for ids, row in zip(grown, logits, strict=True):
             ids.append(token)
             assert error(row, expected(lm, torch.tensor(ids))[-1]) <= TOLERANCE
+
+
+def test_a_step_of_several_requests_runs_each_mixer_once(lm: LanguageModel) -> None:
+    buffers, batches = [computed(lm, text) for text in (IDS, IDS[:13], IDS[5:30])], list[int]()
+    mixers = [module.recurrence for module in lm.fused_model.modules() if isinstance(module, RecurrentRows)]
+    hooks = [mixer.register_forward_hook(lambda _, args, output: batches.append(len(args[0]))) for mixer in mixers]
+    forward_step(lm, [50] * 3, [40, 13, 25], buffers)
+    for hook in hooks:
+        hook.remove()
+    assert batches == [3] * len(lm.recurrent)
+
+
+def test_a_request_goes_on_alone_after_steps_with_others(lm: LanguageModel) -> None:
+    texts = [[*IDS.tolist()], [*IDS[:13].tolist()]]
+    buffers = [computed(lm, torch.tensor(text)) for text in texts]
+    for batch in ((0, 1), (0,), (0,), (1,), (0, 1)):
+        logits = forward_step(lm, [50] * len(batch), [len(texts[i]) for i in batch], [buffers[i] for i in batch])
+        for index, row in zip(batch, logits, strict=True):
+            texts[index].append(50)
+            assert error(row, expected(lm, torch.tensor(texts[index]))[-1]) <= TOLERANCE
 
 
 def test_the_same_rows_of_several_prompts_are_those_of_each_alone(lm: LanguageModel) -> None:
