@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -127,11 +128,8 @@ class PassageIndex:
         passages, embeddings = _data_files(folder, token)
         try:
             write_atomically(passages, lines)
-            embeddings.touch(mode=0o600)
-            with embeddings.open("wb") as file:
-                np.save(file, self.embeddings, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
+            np.save(array := BytesIO(), self.embeddings, allow_pickle=False)
+            write_atomically(embeddings, array.getvalue())
             metadata = json.dumps({"embedder": self.embedder, "files": token})
             write_atomically(folder / METADATA, metadata)
             self.metadata = metadata.encode()

@@ -125,7 +125,7 @@ DISK_FULL_MESSAGES = ("disk is full", "disk I/O error", "No space left")
 class Manifest:
     """The open manifest in a store's folder, or in memory. Safe to use from several threads.
 
-    Every method raises `StoreError` if the manifest cannot be opened, read or written; so do the classes that use it.
+    Every method raises `StoreError` if the manifest cannot be opened, read or written.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -444,7 +444,8 @@ class Sources:
 
     Kept in `sources.db` in the store's folder, or in memory beside a store in memory. An entry whose last source is
     gone is removed from all tiers, pinned or not; if the process dies in between, `garbage.collect` finishes. Chunks
-    that never had a source, such as the system prefix, are left alone. The store is not closed with this.
+    that never had a source, such as the system prefix, are left alone. The store is not closed with this. Every method
+    raises `StoreError` if the manifest cannot be read or written.
     """
 
     def __init__(self, store: KVStore) -> None:
