@@ -118,25 +118,20 @@ def _copy(
 
 @dataclass(slots=True)
 class CheckReport:
-    """Result of `fsck`.
-
-    Attributes:
-        unread: address and reason of entries left alone: under another secret, or on a failing disk.
-        ownerless: addresses of entries of forgotten documents, left by jobs that were killed; `qcfuse store gc` removes
-            them.
-        strays: paths inside the store of what this library did not write; left alone, and nothing is wrong with them.
-    """
+    """Result of `fsck`; `qcfuse store gc` removes what is ownerless, and nothing is wrong with strays."""
 
     checked: int = 0  # number of entries read from the first byte to the last
     sound: int = 0
     damaged: list[tuple[str, str]] = field(default_factory=list)  # address and reason of entries moved to quarantine
-    unread: list[tuple[str, str]] = field(default_factory=list)
+    unread: list[tuple[str, str]] = field(default_factory=list)  # of entries under another secret, or on a failing disk
     found: int = 0  # number of files that were missing from the index and have been added
     lost: int = 0  # number of rows removed from the index because their files are gone
     leftovers: int = 0  # number of files removed that dead writers left behind
     reclaimed_bytes: int = 0  # bytes of the limit that are free again
-    ownerless: list[str] = field(default_factory=list)
-    strays: list[str] = field(default_factory=list)
+    ownerless: list[str] = field(
+        default_factory=list
+    )  # addresses of forgotten documents, left by jobs that were killed
+    strays: list[str] = field(default_factory=list)  # paths inside the store of what this library did not write
 
     @property
     def clean(self) -> bool:
@@ -208,16 +203,11 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class WipeReport:
-    """Result of `wipe`.
-
-    Attributes:
-        linked: paths of files that were removed and not overwritten: they had another name (a hard link).
-        left: paths in the store's folders that were left alone: links, and what this library did not write.
-    """
+    """Result of `wipe`."""
 
     files: int = 0  # number of files that were overwritten and removed
-    linked: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    linked: list[str] = field(default_factory=list)  # paths removed and not overwritten: they had another hard link
+    left: list[str] = field(default_factory=list)  # paths left alone: links, and what this library did not write
 
 
 def wipe(folder: Path, also: Iterable[Path] = ()) -> WipeReport:

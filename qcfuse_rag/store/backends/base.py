@@ -51,17 +51,12 @@ class EntryInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """A store's contents, and its counters since it was opened.
-
-    Attributes:
-        limit_bytes: most bytes it may take; entries are evicted before it is exceeded. None if this library does not
-            limit the store, such as a bucket or a server.
-    """
+    """A store's contents, and its counters since it was opened."""
 
     kind: str
     entries: int
     size_bytes: int  # bytes they take, including those being written or in quarantine
-    limit_bytes: int | None
+    limit_bytes: int | None  # see `KVStore`; entries are evicted before it is exceeded
     hits: int
     misses: int
     evicted: int = 0  # number of entries evicted to stay within the limit
