@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -169,6 +170,12 @@ class LanguageModel:
     def is_tuned_on(self, ids: Sequence[int]) -> bool:
         """Return whether the writer computes the primed keys and values of a passage."""
         return self.writer is not None and hash_ids(ids) in self.tuned_passages
+
+    def also_tuned_on(self, passages: Iterable[Sequence[int]]) -> LanguageModel:
+        """Return the same model, whose writer computes further passages too, which are token ids."""
+        other = copy(self)  # with what was cached
+        other.__dict__["tuned_passages"] = self.tuned_passages.union(map(hash_ids, passages))
+        return other
 
     def key(self, base: Base, prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> ChunkKey:
         """Return the address of a passage's keys and values under a base, behind a system prefix."""

@@ -104,6 +104,9 @@ def verify(
     if not tried_methods:
         raise ValueError("name at least one ratio to try")
     groups = _cases(engine, texts, settings)
+    # Generated passages stand for the user's, which a writer was tuned on.
+    generated = [text for kind in ("needle", "multi-hop") for case in groups[kind] for text in case.passages]
+    tuned = engine.lm.also_tuned_on(map(engine.prompts.chunk_ids, generated))
     moves = _tries_residuals(engine.lm, method)
     done, total = 0, sum(map(len, groups.values())) * (1 + len(tried_methods) * (1 + moves))
 
@@ -115,7 +118,7 @@ def verify(
 
     exact = measure_exactness(engine.lm)
     exactness = Check(EXACTNESS, exact.largest, exact.tolerance, False, "largest logit error, in sd")
-    answers = References(engine, method.unguarded, advance)
+    answers = References(engine.over(engine.store, method, tuned), method.unguarded, advance)
     references = {kind: answers.answer(cases) for kind, cases in groups.items()}
     tried: list[Trial] = []
 
