@@ -128,9 +128,7 @@ class CheckReport:
     lost: int = 0  # number of rows removed from the index because their files are gone
     leftovers: int = 0  # number of files removed that dead writers left behind
     reclaimed_bytes: int = 0  # bytes of the limit that are free again
-    ownerless: list[str] = field(
-        default_factory=list
-    )  # addresses of forgotten documents, left by jobs that were killed
+    ownerless: list[str] = field(default_factory=list)  # addresses, of forgotten documents; killed jobs left them
     strays: list[str] = field(default_factory=list)  # paths inside the store of what this library did not write
 
     @property
