@@ -46,7 +46,7 @@ from qcfuse_rag.verification.divergence import (
     answer_text,
     compare_answers,
     compare_greedy_answers,
-    greedy_answer,
+    greedy_answers,
 )
 
 POOLED, AUTO = "all", "auto"
@@ -263,7 +263,7 @@ def answer(
     report, timings = prefilled.report, prefilled.report.timings
     nll = gold_nll(runner, prefilled, question.gold)
     if full is None:
-        ids, logits = greedy_answer(runner, prefilled, example.max_new_tokens)
+        [(ids, logits)] = greedy_answers(runner, [prefilled], example.max_new_tokens)
         full, compared = FullAnswer(ids, logits, timings.ttft_s), compare_answers(logits, logits)
     else:
         [other] = compare_greedy_answers(runner, [(full.ids, full.logits)], [prefilled], example.max_new_tokens)

@@ -94,26 +94,24 @@ def print_result(data: Mapping[str, Any], as_json: bool, *lines: str) -> None:
             print_line(line)
 
 
-class ProgressLines:
-    """Progress for logs: a line now and then, and one at the end."""
+def _progress_lines(title: str, unit: str) -> Callable[[int, int], None]:
+    """Return what prints progress for logs: a line at the first call, now and then, and at the last call."""
+    started, next_line = time.monotonic(), 0.0
 
-    def __init__(self, title: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._title, self._unit, self._clock = title, unit, clock
-        self._started = self._printed = clock()
-        self._first = True
-
-    def advance(self, done: int, total: int) -> None:
-        """Print a line if this is the first call, the last one, or the last line was long ago."""
-        now = self._clock()
-        if not self._first and done < total and now - self._printed < LINE_INTERVAL_S:
+    def advance(done: int, total: int) -> None:
+        nonlocal next_line
+        passed_s = time.monotonic() - started
+        if passed_s < next_line and done < total:
             return
-        self._first, self._printed = False, now
-        line, passed_s = f"{self._title}: {done:,} of {total:,} {self._unit}", now - self._started
+        next_line = passed_s + LINE_INTERVAL_S
+        line = f"{title}: {done:,} of {total:,} {unit}"
         if done >= total:
             line += f" in {duration(passed_s)}"
         elif done and passed_s > 0:
             line += f", about {duration(passed_s / done * (total - done))} left"
         print_line(line, ERR)
+
+    return advance
 
 
 @contextmanager
@@ -123,7 +121,7 @@ def progress_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
     A terminal shows a bar. Elsewhere, as in a log, a line is printed at most every `LINE_INTERVAL_S`.
     """
     if not ERR.is_terminal:
-        yield ProgressLines(title, unit).advance
+        yield _progress_lines(title, unit)
         return
     columns = (
         SpinnerColumn(),

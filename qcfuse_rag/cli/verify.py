@@ -17,8 +17,11 @@ from qcfuse_rag.library.index import METADATA, PassageIndex
 from qcfuse_rag.library.rerank_check import NEAREST, check_reranking, read_questions
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.sweep import VerifyLimits, VerifySettings, verify
+from qcfuse_rag.verification.sweep import VerifySettings, verify
 from qcfuse_rag.verification.verdict import EXACTNESS, Check, Trial, Verdict
+
+CHECKED = ("size", "tokens", "kl", "agreement", "loss")
+"""The options that are fields of `VerifySettings`."""
 
 
 def run_verify(config: EngineConfig, options: VerifyOptions, *, as_json: bool) -> bool:
@@ -27,13 +30,12 @@ def run_verify(config: EngineConfig, options: VerifyOptions, *, as_json: bool) -
     The passages are those of the library, or the demonstration's.
     """
     reranks, default = options.rerank is not None, VerifyOptions()
-    misplaced = ("ratio", "size", "tokens", "kl", "agreement", "loss") if reranks else ("embedder",)
+    misplaced = ("ratio", *CHECKED) if reranks else ("embedder",)
     if given := [f"--{name}" for name in misplaced if getattr(options, name) != getattr(default, name)]:
         raise MisplacedSetting(f"{', '.join(given)} has no effect {'with' if reranks else 'without'} --rerank")
     if options.rerank is not None:
         return verify_reranking(config, options, options.rerank, as_json=as_json)
-    limits = VerifyLimits(kl=options.kl, agreement=options.agreement, loss=options.loss)
-    settings = VerifySettings(size=options.size, tokens=options.tokens, limits=limits)
+    settings = VerifySettings(**{name: getattr(options, name) for name in CHECKED})
     folder, library = options.store, None
     config = replace(config, ratio=options.ratio)
     if folder is not None:

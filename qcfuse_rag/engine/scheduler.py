@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from annotated_types import Ge, Gt
 
@@ -630,15 +630,9 @@ class EngineHandle:
     def __copy__(self) -> Self:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[bool], EngineHandle], tuple[bool]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # Without the model: the owner in the other process says again how to load it, unless the engine is wrapped.
-        return _without_engine, (self.wrapped,)
-
-
-def _without_engine(wrapped: bool) -> EngineHandle:
-    handle = EngineHandle(_no_engine)
-    handle.wrapped = wrapped
-    return handle
+        return EngineHandle, (_no_engine,), {"wrapped": self.wrapped}
 
 
 def _no_engine() -> FusionEngine:

@@ -73,20 +73,9 @@ def divergence(oracle: Tensor, other: Tensor) -> float:
 
 
 def compare_answers(full: Tensor, other: Tensor) -> Divergence:
-    """Compare two caches along the greedy answer over the first, by their `[N, vocabulary]` logits before each token.
-
-    Raises:
-        ValueError: if the shapes differ or there is no token.
-    """
-    if full.shape != other.shape or not len(full):
-        raise ValueError(f"compare logits of the same answer, not of shapes {[*full.shape]} and {[*other.shape]}")
+    """Compare two caches along the greedy answer over the first, by the `[N, vocabulary]` logits before its tokens."""
     kl = tuple(divergence(oracle, logits) for oracle, logits in zip(full, other, strict=True))
     return Divergence(kl, tuple((full.argmax(-1) == other.argmax(-1)).tolist()))
-
-
-def greedy_answer(runner: ModelRunner, prefilled: Prefilled, max_new_tokens: int) -> tuple[tuple[int, ...], Tensor]:
-    """Decode the greedy answer of one prompt; see `greedy_answers`."""
-    return greedy_answers(runner, [prefilled], max_new_tokens)[0]
 
 
 @torch.inference_mode()
@@ -95,20 +84,14 @@ def greedy_answers(
 ) -> list[tuple[tuple[int, ...], Tensor]]:
     """Decode the greedy answers of prefilled prompts together: a step reads the weights once for all of them.
 
-    The rows of an answer are written to its buffer after the prompt. That is harmless to later answers over the same
-    buffer: every pass computes these positions again before it reads them.
+    The rows of an answer are written to its buffer after the prompt, which has to have capacity for all tokens but the
+    last. That is harmless to later answers over the same buffer: every pass computes these positions again before it
+    reads them.
 
     Returns:
         For each prompt the `N` token ids up to and including the end token, and the `[N, vocabulary]` float32 logits
         before each.
-
-    Raises:
-        ValueError: if the limit is below 1, or a buffer has no capacity for all answer tokens but the last.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"an answer must have at least 1 token, got {max_new_tokens}")
-    for prefilled in prompts:
-        _check_capacity(prefilled, max_new_tokens)
     ends = end_tokens(runner.lm)
     answers = [[int(prefilled.logits.argmax())] for prefilled in prompts]
     logits = [[prefilled.logits] for prefilled in prompts]
@@ -124,29 +107,17 @@ def greedy_answers(
 
 @torch.inference_mode()
 def answer_logits(runner: ModelRunner, prefilled: Prefilled, ids: Sequence[int]) -> Tensor:
-    """Compute the logits before each token of a given answer in one pass over a prefilled prompt (teacher forcing).
+    """Return the `[N, vocabulary]` float32 logits before each token of a given answer over a prefilled prompt.
 
-    The pass sums in another order than decode steps do, so the results are equal within the rounding of the dtype.
-
-    Returns:
-        `[N, vocabulary]` float32 logits; the first row is `prefilled.logits`.
-
-    Raises:
-        ValueError: if the buffer has no capacity for all answer tokens but the last.
+    They are computed in one pass (teacher forcing), which sums in another order than decode steps do, so they are equal
+    within the rounding of the dtype. The first row is `prefilled.logits`.
     """
     if len(ids) < 2:
         return prefilled.logits[None][: len(ids)]
-    _check_capacity(prefilled, len(ids))
     lm, length = runner.lm, len(prefilled.prompt)
     plan = RowsPlan.between(length, length + len(ids) - 1, lm.device, lm.sliding)
     following = forward_logits(lm, torch.tensor(ids[:-1], device=lm.device), plan, prefilled.buffer)
     return torch.cat([prefilled.logits[None], following])
-
-
-def _check_capacity(prefilled: Prefilled, answer_tokens: int) -> None:
-    needed, capacity = len(prefilled.prompt) + answer_tokens - 1, prefilled.buffer.capacity
-    if capacity < needed:
-        raise ValueError(f"prompt and answer need {needed} positions, the buffer has {capacity}; reserve more")
 
 
 class Compared(NamedTuple):

@@ -13,9 +13,9 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 
@@ -25,7 +25,7 @@ from qcfuse_rag.fusion.method import FixedRatio, Method, Ratio
 from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.verification.divergence import Divergence, answer_logits, compare_answers, greedy_answer
+from qcfuse_rag.verification.divergence import Divergence, answer_logits, compare_answers, greedy_answers
 
 LOG = logging.getLogger(__name__)
 
@@ -63,10 +63,6 @@ class Drift:
     in_full: bool = False
     failed: int = 0
     error: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +197,7 @@ class Shadow:
         tokens = min(self.settings.answer_tokens, runner.lm.context_window.tokens - len(prompt) + 1)
         full = fuse_prompt(runner, prompt, Method("full", base=None), answer_tokens=tokens - 1)
         self._let_requests_begin()
-        ids, logits = greedy_answer(runner, full, tokens)
+        [(ids, logits)] = greedy_answers(runner, [full], tokens)
         del full
         self._let_requests_begin()
         fused = fuse_prompt(runner, prompt, method.unguarded, answer_tokens=tokens - 1)

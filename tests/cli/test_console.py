@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -94,11 +95,14 @@ def test_a_bar_shows_the_rate_from_the_first_report_on(monkeypatch: pytest.Monke
     assert "2,000 of 16,000 tokens, 250 per second" in terminal.file.getvalue()
 
 
-def test_without_a_terminal_a_long_run_prints_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_a_long_run_prints_lines_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds = iter([0.0, 0.1, 5.0, 10.2, 12.0, 40.0])
-    progress = console.ProgressLines("prefilling passages", "tokens", lambda: next(seconds))
-    for done in (0, 500, 1000, 1200, 4000):
-        progress.advance(done, 4000)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    with console.progress_bar("prefilling passages", "tokens") as advance:
+        for done in (0, 500, 1000, 1200, 4000):
+            advance(done, 4000)
     assert capsys.readouterr().err.splitlines() == [
         "prefilling passages: 0 of 4,000 tokens",
         "prefilling passages: 1,000 of 4,000 tokens, about 30.6 s left",
@@ -106,6 +110,7 @@ def test_without_a_terminal_a_long_run_prints_lines_now_and_then(capsys: pytest.
     ]
     with console.status("loading the model"):
         assert capsys.readouterr().err == "loading the model ...\n", "before the work, not after it"
+    monkeypatch.undo()
     with console.progress_bar("reading", "files") as advance:
         advance(1, 2)
         assert capsys.readouterr().err.splitlines()[-1].startswith("reading: 1 of 2 files")

@@ -20,7 +20,7 @@ from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.models.source import QUANTIZED_FORMATS, model_source
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import UNLIMITED
-from qcfuse_rag.verification.divergence import answer_logits, compare_answers, greedy_answer
+from qcfuse_rag.verification.divergence import answer_logits, compare_answers, greedy_answers
 from qcfuse_rag.verification.exactness import measure_exactness
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ def measure_model(model: str, prompts: Sequence[tuple[str, Sequence[str]]], weig
         for index, (question, passages) in enumerate(prompts):
             prefilled = engine.prefill(engine.prompt(question, passages), answer_tokens=32)
             if name == "model":
-                answers.append(greedy_answer(engine.runner, prefilled, 32))
+                answers += greedy_answers(engine.runner, [prefilled], 32)
             else:
                 ids, logits = answers[index]
                 compared = compare_answers(logits, answer_logits(engine.runner, prefilled, ids))

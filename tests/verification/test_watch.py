@@ -69,7 +69,6 @@ def test_drift_is_measured_along_full_prefills_answer(served: FusionEngine) -> N
     assert kl > 0
     assert drift.kl == pytest.approx(kl, rel=1e-2)
     assert (drift.agreement, drift.identical) == (pytest.approx(agreement), pytest.approx(identical))
-    assert {"kl", "agreement", "identical"} <= drift.to_dict().keys()
 
 
 def test_a_prompt_that_fills_the_window_is_compared_at_its_first_token(served: FusionEngine) -> None:
