@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -147,7 +147,7 @@ def chat_with_library(library: Path, config: EngineConfig, options: AskOptions, 
             if line == "/quit":
                 return
             if line:
-                _uninterrupted(_action(conversation, line))
+                _obey(conversation, line)
 
 
 def _read_line(prompt: str) -> str | None:
@@ -161,21 +161,18 @@ def _read_line(prompt: str) -> str | None:
         return ""
 
 
-def _action(conversation: Conversation, line: str) -> Callable[[], None]:
+def _obey(conversation: Conversation, line: str) -> None:
+    """Answer a line; an error or Ctrl-C ends that, and the conversation goes on, but for errors under `--debug`."""
     command, _, argument = line.partition(" ")
-    if not line.startswith("/"):
-        return lambda: conversation.ask(line)
-    if command == "/explain":
-        return lambda: conversation.explain(argument.strip())
-    if command == "/help":
-        return lambda: print_line(HELP)
-    return lambda: print_line(f"There is no command {command}; /help lists the commands.")
-
-
-def _uninterrupted(action: Callable[[], None]) -> None:
-    """Do something; an error or Ctrl-C ends it, and the conversation goes on, but for errors under `--debug`."""
     try:
-        action()
+        if not line.startswith("/"):
+            conversation.ask(line)
+        elif command == "/explain":
+            conversation.explain(argument.strip())
+        elif command == "/help":
+            print_line(HELP)
+        else:
+            print_line(f"There is no command {command}; /help lists the commands.")
     except KeyboardInterrupt:
         print_line("\ninterrupted; the conversation goes on without this answer", ERR)
     except Exception as error:

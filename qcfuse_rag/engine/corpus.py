@@ -129,7 +129,7 @@ class Corpus:
         def confirm(keys: Sequence[ChunkKey]) -> None:
             self.open_sources().discard_unowned(key for key in keys if key in owned_keys)
 
-        summary = self._job(chunks, bases, given, confirm).run(given.progress, given.workers)
+        summary = self.warm_job(chunks, confirm, **{**options, "bases": bases}).run(given.progress, given.workers)
         for source, keys in owned.items():
             self.open_sources().confirm(source, keys, replace=given.replace)
         left = {source: self.open_sources().addresses(source) for source in owned}
@@ -146,31 +146,29 @@ class Corpus:
         self._store.flush()  # last: if a remote cannot be reached, the chunks on the disk are in use all the same
         return summary
 
-    def warm_job(self, chunks: Iterable[tuple[int, ...]], **options: Any) -> WarmJob:
-        """Return a job over passages' token ids that can be planned before it is run.
-
-        The options are fields of `WarmSettings`; `sources`, `replace` and `access` have no effect.
-        """
-        given = WarmSettings(**options)
-        return self._job(chunks, self.bases if given.bases is None else tuple(given.bases), given)
-
-    def _job(
+    def warm_job(
         self,
         chunks: Iterable[tuple[int, ...]],
-        bases: tuple[Base, ...],
-        options: WarmSettings,
         confirm: Callable[[Sequence[ChunkKey]], None] | None = None,
+        **options: Any,
     ) -> WarmJob:
-        others = [self._prompts.chunk_ids(text) for text in options.others]
+        """Return a job over passages' token ids that can be planned before it is run.
+
+        `confirm` is that of `WarmJob`. The options are fields of `WarmSettings`; `sources`, `replace` and `access` have
+        no effect.
+        """
+        given = WarmSettings(**options)
+        bases = self.bases if given.bases is None else tuple(given.bases)
+        others = [self._prompts.chunk_ids(text) for text in given.others]
         return WarmJob(
             self._target,
             chunks,
             bases=bases,
-            priority=options.priority,
-            related=Related(others, options.neighbours, options.vectors, tuple(options.retrievals)),
+            priority=given.priority,
+            related=Related(others, given.neighbours, given.vectors, tuple(given.retrievals)),
             writer=self.entry_writer() if any(base.derived for base in bases) else None,
             confirm=confirm,
-            batch_tokens=options.batch_tokens,
+            batch_tokens=given.batch_tokens,
         )
 
     def entry_writer(self) -> EntryWriter:

@@ -17,7 +17,6 @@ from qcfuse_rag.engine.config import EngineConfig, VerdictPolicy, warn_caller
 from qcfuse_rag.engine.corpus import Corpus, SystemPrefixes
 from qcfuse_rag.engine.first_passes import measure_recorded_pass, run_first_passes
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
-from qcfuse_rag.fusion.lookup import rows_if_stored
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import PartRows, Parts, Prefilled, answer_room, complete, fuse_in_parts
 from qcfuse_rag.fusion.prefix_cache import PrefixCache
@@ -408,10 +407,6 @@ class FusionEngine:
         found = rerank_prompts(self.runner, prompts, method or self.method, retrieved, top_k)
         LOG.info("reranked: %s", found.summary)
         return found
-
-    def predict_rows(self, prompt: Prompt) -> int:
-        """Return the rows that a request computes if every passage is stored; the store is not asked."""
-        return rows_if_stored(prompt, self.method, self.prefixes.reusable_tokens(prompt, self.method))
 
     def compile(self) -> float:
         """Do now what the first request of a process would wait for; return the seconds it took.

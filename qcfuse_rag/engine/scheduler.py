@@ -36,6 +36,7 @@ from qcfuse_rag.declared_options import check_limits
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import Busy, Closed, MisplacedSetting, QCFuseError
+from qcfuse_rag.fusion.lookup import rows_if_stored
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Parts, Prefilled, answer_room
 from qcfuse_rag.fusion.report import FusionReport
@@ -326,7 +327,8 @@ class Scheduler:
         params = replace(params, max_new_tokens=answer_room(self._engine.lm, prompt, asked))
         request = _RunningRequest(self._engine.lm, prompt, params, method, asked)
         if method is None:
-            request.rows_left = self._engine.predict_rows(prompt)
+            reusable = self._engine.prefixes.reusable_tokens(prompt, self._engine.method)
+            request.rows_left = rows_if_stored(prompt, self._engine.method, reusable)
         with self._changed:
             if self._closed:
                 raise Closed("the engine is closed; load another one")

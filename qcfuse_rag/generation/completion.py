@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
@@ -84,12 +83,10 @@ class Detokenizer:
     ) -> None:
         self.stopped = False
         self._tokenizer, self._stop, self._released = tokenizer, stop, ""
-        self._turn_starts, self._in_answer = (
-            (prompt.turn_starts, prompt.in_answer) if prompt is not None else ((), None)
-        )
-        self._skip_special_tokens = not special_tokens
+        self._turn_starts = () if prompt is None else prompt.turn_starts
+        self._in_answer = None if prompt is None else prompt.in_answer
+        self._skip_special_tokens, self._held = not special_tokens, ""
         self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-        self._held = ""
 
     def push(self, token: int) -> str:
         """Add a token; return the text that is now certain, often empty. Sets `stopped` at a stop string."""
@@ -194,12 +191,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     name: str = backend.id_to_token(token) or ""
     if match := BYTE_TOKEN.fullmatch(name):
         return bytes([int(match[1], 16)])
-    bytes_of = _bytes_of_characters()
+    bytes_of = {character: byte for byte, character in bytes_to_unicode().items()}
     if all(character in bytes_of for character in name):  # a byte-level vocabulary
         return bytes(bytes_of[character] for character in name)
     return text.encode()
-
-
-@cache
-def _bytes_of_characters() -> dict[str, int]:
-    return {character: byte for byte, character in bytes_to_unicode().items()}

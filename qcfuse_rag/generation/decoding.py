@@ -65,7 +65,11 @@ class PromptLookup:
         The answer begins with that of the call before.
         """
         self._ids += answer[len(self._ids) - self._prompt_tokens :]
-        self._learn()
+        for stop in range(max(1, self._known), len(self._ids)):
+            for size in NGRAM_SIZES:
+                if stop >= size:
+                    self._next_index[tuple(self._ids[stop - size : stop])] = stop
+        self._known = len(self._ids)
         limit = min(limit, self._max_tokens, int(self._balance / self._row_cost))
         found = (self._next_index.get(tuple(self._ids[-size:])) for size in NGRAM_SIZES)
         start = next((index for index in found if index is not None), None)
@@ -79,13 +83,6 @@ class PromptLookup:
     def accept(self) -> None:
         """Note that a candidate was chosen, which saves a step."""
         self._balance = min(CREDIT, self._balance + 1)
-
-    def _learn(self) -> None:
-        for stop in range(max(1, self._known), len(self._ids)):
-            for size in NGRAM_SIZES:
-                if stop >= size:
-                    self._next_index[tuple(self._ids[stop - size : stop])] = stop
-        self._known = len(self._ids)
 
 
 def prompt_lookup(lm: LanguageModel, prompt: Sequence[int], max_tokens: int | None) -> PromptLookup | None:
@@ -350,7 +347,6 @@ class ExactDecoder(Decoder):
 
     @property
     def buffer(self) -> KVBuffer:
-        """Keys and values of prompt and answer."""
         return self._healing.buffer
 
     @property
@@ -360,13 +356,11 @@ class ExactDecoder(Decoder):
 
     @property
     def verified_upto(self) -> int | None:
-        """Number of leading answer tokens known to be full prefill's greedy tokens; None if nothing is verified yet."""
         if self.holds_back or not self._params.is_greedy:
             return None
         return self._healing.verified(self.completion.ids)
 
     def choose(self) -> str:
-        """Choose the next token, if its logits are there; return the text that is now certain, often empty."""
         text, self._verified_text = self._verified_text, ""
         piece = super().choose()
         return text if self.holds_back else text + piece
@@ -385,7 +379,6 @@ class ExactDecoder(Decoder):
                 self._survive(error)
 
     def take_logits(self, logits: Tensor) -> None:
-        """Take the logits after the last token from a decode step that healed nothing."""
         super().take_logits(logits)
         self._healing.note_step(self.completion.ids, logits)
 
@@ -400,13 +393,11 @@ class ExactDecoder(Decoder):
             self._survive(error)
 
     def cancel(self) -> str:
-        """End the answer and drop a draft; return the text that was certain and not yet returned."""
         if self.holds_back:
             self._drop_draft()
         return super().cancel() + self._verified_text
 
     def healing_report(self) -> HealingReport | None:
-        """Return what healing did so far."""
         length = len(self._prefilled.prompt)
         exact, reason = min(self._healing.healed, length), self._reason
         if reason is None and self._healing.prompt_left:

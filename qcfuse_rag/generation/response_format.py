@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from pydantic import PydanticUserError, TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidSetting
@@ -162,16 +163,6 @@ def _is_schema(value: Mapping[str, Any]) -> bool:
     return all(kind in JSON_TYPES for kind in (kinds if isinstance(kinds, list | tuple) else [kinds]))
 
 
-def _format_of(kind: type) -> Mapping[str, Any]:
-    from pydantic import PydanticUserError, TypeAdapter
-
-    try:
-        return {"type": "json_schema", "schema": TypeAdapter(kind).json_schema()}
-    except PydanticUserError as error:
-        message = f"response_format is the class {kind.__name__}, which has no JSON schema: {error.message}"
-        raise InvalidSetting(message, "response_format") from error
-
-
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
     """The allowed form of an answer, in the terms of OpenAI's chat API.
@@ -194,8 +185,13 @@ class ResponseFormat:
     parallel_tool_calls: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.response_format, type):
-            object.__setattr__(self, "response_format", _format_of(self.response_format))
+        if isinstance(kind := self.response_format, type):
+            try:
+                schema = TypeAdapter(kind).json_schema()
+            except PydanticUserError as error:
+                message = f"response_format is the class {kind.__name__}, which has no JSON schema: {error.message}"
+                raise InvalidSetting(message, "response_format") from error
+            object.__setattr__(self, "response_format", {"type": "json_schema", "schema": schema})
         _ = self.schema  # raises if its type is not known
         match self.tool_choice:
             case {

@@ -69,9 +69,7 @@ class EngineSettings(DeclaredSettings):  # type: ignore[misc] # a class that pyd
     def from_engine(cls, engine: FusionEngine, **options: Any) -> Self:
         """Wrap an engine that is already loaded; its method and prompt template are used.
 
-        Args:
-            engine: the engine; closing the object leaves it open.
-            **options: fields of the class.
+        Closing the object leaves the engine open.
 
         Raises:
             MisplacedSetting: if an option is a setting that loads engines, such as `method`.
@@ -97,11 +95,6 @@ class EngineSettings(DeclaredSettings):  # type: ignore[misc] # a class that pyd
         self, call: Mapping[str, Any], *, max_new_tokens: int, stop: str | Sequence[str]
     ) -> SamplingParams:
         """Return the settings of an answer; a setting that is missing in the call, or None, is the field's.
-
-        Args:
-            call: keyword arguments of the call.
-            max_new_tokens: limit of the answer, in tokens.
-            stop: one or more strings that end the answer.
 
         Raises:
             ValueError: if a setting is invalid.

@@ -54,18 +54,12 @@ def explain_html(
     answer: str | None = None,
     origins: Sequence[PassageOrigin | None] = (),
 ) -> str:
-    """Draw which tokens were reused, which were recomputed although stored, and which had no cache.
+    """Draw on a page which tokens were reused, which were recomputed although stored, and which had no cache.
 
-    Args:
-        tokenizer: of the model.
-        prompt: the prompt.
-        report: of its prefill.
-        scores: `[T]`, the method's score of each token, to show each passage's share; None for methods without scores.
-        answer: the text that the model answered; None shows none.
-        origins: the passages' documents, in the order of the prompt; passages without one are numbered only.
+    `scores` are the method's, `[T]`, to show each passage's share; None for methods without scores. `origins` are the
+    passages' documents, in the order of the prompt; passages without one are numbered only.
 
-    Returns:
-        One HTML page without scripts and external references. The page contains the question.
+    The page is one of HTML, without scripts and external references. It contains the question.
     """
     explanation = explain_prefill(tokenizer, prompt, report, scores, origins=origins)
     environment = Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)

@@ -19,13 +19,8 @@ class Metrics:
     """An observer of an engine: `engine.observe(Metrics())`.
 
     One instance per registry serves any number of engines. The labels, such as method and stage, have a bounded number
-    of values and contain nothing of a question or a document.
-
-    Args:
-        registry: that the metrics are registered in; the process's default registry if not given.
-
-    Raises:
-        ValueError: if the registry contains the metrics already.
+    of values and contain nothing of a question or a document. A registry that contains the metrics already raises
+    `ValueError`.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:

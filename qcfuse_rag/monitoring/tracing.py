@@ -21,9 +21,6 @@ class Spans:
     The prefill's span ends when its report is made. The stages' spans follow each other. Loading overlaps the other
     stages, so its span shows only the time spent waiting for it. A fallback is an event, not an error, because the
     answer is still right.
-
-    Args:
-        provider: of tracers; the process's provider if None.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:

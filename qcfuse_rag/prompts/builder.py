@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from qcfuse_rag.errors import InvalidTemplate, PromptTooLong
 from qcfuse_rag.prompts.chat_template import ChatTemplate, RenderedText
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping, is_system_text
+from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping
 
 TOKENIZER_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
@@ -231,9 +231,13 @@ class PromptBuilder:
             (role, content.format(context=context, question=question)) for role, content in self.template.messages
         ]
         n_system = 1 if messages[0][0] == "system" else 0
-        leading = list(takewhile(is_system_text, history))
+        texts = [content for _, content in messages[:n_system]]
         # Chat templates take one system message, at the start; some drop the first one if there are two.
-        texts = [content for _, content in messages[:n_system]] + [as_mapping(turn)["content"] for turn in leading]
+        earlier = list(map(as_mapping, history))
+        leading = list(
+            takewhile(lambda turn: turn["role"] == "system" and isinstance(turn.get("content"), str), earlier)
+        )
+        texts += [turn["content"] for turn in leading]
         system: list[Turn] = [("system", "\n\n".join(filter(None, texts)))] if texts else []
         return [*system, *history[len(leading) :], *messages[n_system:]]
 

@@ -102,12 +102,6 @@ def as_mapping(turn: Turn) -> Mapping[str, Any]:
     return {**message, "role": ROLES[role]} if role in ROLES else message
 
 
-def is_system_text(turn: Turn) -> bool:
-    """Return whether a turn is a system message whose content is a text."""
-    message = as_mapping(turn)
-    return message["role"] == "system" and isinstance(message.get("content"), str)
-
-
 def _fields(template: str) -> list[str]:
     try:
         return [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]

@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from anyio import to_thread
@@ -78,12 +79,10 @@ def answer_routes(backend: Backend, bodies: JsonBodies) -> list[Route]:
 
 async def resume(first: asyncio.Future[Event], events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
     """Yield the first event, which is awaited already, and the others."""
-    try:
+    async with aclosing(events):
         yield await first
         async for event in events:
             yield event
-    finally:
-        await events.aclose()
 
 
 async def json_response(

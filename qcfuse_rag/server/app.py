@@ -43,18 +43,11 @@ def make_app(
     origins: Sequence[str] = (),
     on_shutdown: Callable[[], None] = lambda: None,
 ) -> Starlette:
-    """Return the application.
+    """Return the application; `token`, `hosts`, `playground` and `origins` are those of `ServerSettings`.
 
-    Args:
-        backend: answers the requests.
-        token: that clients send as `Authorization: Bearer ...`; None admits every client.
-        hosts: allowed host names if there is no token, see `AuthMiddleware`; None allows any.
-        metrics: returns metrics in Prometheus' text format; None disables `/metrics`.
-        library: whose embedding model clients may use, and whose documents they may list, and change if it is editable;
-            None refuses all.
-        playground: whether to serve the page for browsers at `/`.
-        origins: web pages that may ask from a browser (CORS), as scheme, host and port.
-        on_shutdown: called after the last request.
+    `metrics` returns metrics in Prometheus' text format; None disables `/metrics`. Clients may use the embedding model
+    of the `library`, and list its documents, or change them if it is editable. `on_shutdown` is called after the last
+    request.
     """
     bodies = JsonBodies()
 

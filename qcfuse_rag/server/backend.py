@@ -64,25 +64,15 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Preparation:
-    """What a request consists of once it is prepared: passages, their sources, and the answers' format.
+    """What a request consists of once it is prepared: passages, their sources, and the answers' format."""
 
-    Attributes:
-        texts: the passages; None to find them in the messages.
-        sources: one for each text.
-        retrieved: what the server retrieved, for the client; None if it did not.
-        reranking: how it chose that from more; None if it did not.
-        origins: the document of each retrieved text, for an explanation.
-        response_format: of the answers; None if they are text as it was decoded.
-        generation: see `IdleWarming.add`.
-    """
-
-    texts: list[str] | None = None
-    sources: list[str] = field(default_factory=list)
-    retrieved: list[dict[str, Any]] | None = None
-    reranking: Reranking | None = None
-    origins: dict[str, PassageOrigin] = field(default_factory=dict)
-    response_format: ResponseFormat | None = None
-    generation: int | None = None
+    texts: list[str] | None = None  # None to find passages in the messages
+    sources: list[str] = field(default_factory=list)  # one for each text
+    retrieved: list[dict[str, Any]] | None = None  # what the server retrieved, for the client; None if it did not
+    reranking: Reranking | None = None  # how it chose that from more; None if it did not
+    origins: dict[str, PassageOrigin] = field(default_factory=dict)  # of each retrieved text, for an explanation
+    response_format: ResponseFormat | None = None  # None if answers are text as it was decoded
+    generation: int | None = None  # see `IdleWarming.add`
 
 
 class EngineBackend:
@@ -90,9 +80,7 @@ class EngineBackend:
 
     Args:
         handle: the engine with its scheduler; the scheduler's queue holds at least `max_requests` requests.
-        name: the model's name for clients.
-        most_tokens: length limit of an answer.
-        fidelity: of requests that name none.
+        name, most_tokens, fidelity: see `ServerSettings`.
         max_requests: most requests at a time, waiting ones included; further requests get 429. None sets no limit here.
         library: retrieves passages for requests that ask for that; None refuses them.
         retrieve: whether to retrieve for requests without documents, too, unless the client has put some into messages.
@@ -288,7 +276,9 @@ class EngineBackend:
             raise
 
     def close(self) -> None:
-        """Finish the current answers, then release the engine."""
+        """Take no more changes of the library, finish the current answers, then release the engine."""
+        if self._library is not None:
+            self._library.close()
         self._preparers.shutdown(cancel_futures=True)
         if self._idle_warming is not None:
             self._idle_warming.close()

@@ -21,6 +21,9 @@ CLIENTS = "clients"
 IDLE_S = 0.5
 """Seconds without a request after which the server counts as idle."""
 
+MAX_WAITING = 256
+"""Most passages that wait; the oldest of more are dropped."""
+
 LONGEST = 2048
 """Tokens of the longest passage that is kept; a passage is computed in one pass, beside which requests are slower."""
 
@@ -32,14 +35,13 @@ class IdleWarming:
         handle: the engine, and the scheduler whose requests come first.
         library: the library that the server retrieves from, or None. What it forgets is not warmed any more, and its
             own passages are warmed only while it has them: documents may have been replaced since the request.
-        max_waiting: most passages that wait; the oldest of more are dropped.
 
     Attributes:
         warmed: number of passages warmed so far.
     """
 
-    def __init__(self, handle: EngineHandle, library: ServedLibrary | None = None, *, max_waiting: int = 256) -> None:
-        self._handle, self._library, self._max_waiting = handle, library, max_waiting
+    def __init__(self, handle: EngineHandle, library: ServedLibrary | None = None) -> None:
+        self._handle, self._library = handle, library
         self._waiting: OrderedDict[str, tuple[str, int]] = OrderedDict()  # text -> source and generation
         self._changed = threading.Condition()
         self._closed = False
@@ -67,7 +69,7 @@ class IdleWarming:
             for text, source in passages:
                 self._waiting[text] = source, generation
                 self._waiting.move_to_end(text)
-            while len(self._waiting) > self._max_waiting:
+            while len(self._waiting) > MAX_WAITING:
                 self._waiting.popitem(last=False)
             self._changed.notify()
 

@@ -49,12 +49,9 @@ class LibraryServer:
         handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=self._max_requests))
         library = None
         if opened is not None and self._library is not None:
-            options: dict[str, Any] = {
-                "count": settings.top_k,
-                "rerank": settings.rerank,
-                "editable": settings.editable,
-            }
-            library = ServedLibrary(opened, engine, **options, changing=partial(job_lock, self._library))
+            changing, count = partial(job_lock, self._library), settings.top_k
+            options = {"rerank": settings.rerank, "editable": settings.editable}
+            library = ServedLibrary(opened, engine, count=count, **options, changing=changing)
             library.forget_listeners.append(partial(forget_source, self._library))
         backend = EngineBackend(
             handle,
@@ -74,7 +71,7 @@ class LibraryServer:
             library=library,
             playground=not settings.no_playground,
             origins=settings.allowed_origins,
-            on_shutdown=backend.close if library is None else partial(_close, library, backend),
+            on_shutdown=backend.close,
         )
 
     def notes(self) -> list[str]:
@@ -150,11 +147,6 @@ def make_server(
         timeout_graceful_shutdown=DRAIN_S,
     )
     return uvicorn.Server(config)
-
-
-def _close(library: ServedLibrary, backend: EngineBackend) -> None:
-    library.close()
-    backend.close()
 
 
 def _metrics(engine: FusionEngine) -> Callable[[], bytes] | None:

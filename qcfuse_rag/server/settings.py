@@ -98,15 +98,12 @@ class ServerSettings:
 
     def listen(self) -> socket.socket:
         """Bind the address; called before the model is loaded, so that an address in use is reported at once."""
-        listener = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self.host, self.port))
-            listener.listen()  # prevents another bind to the address; early clients wait until the model is loaded
+        v6 = ":" in self.host
+        family, both = (socket.AF_INET6, socket.has_dualstack_ipv6()) if v6 else (socket.AF_INET, False)
+        try:  # it listens, too: early clients wait until the model is loaded
+            return socket.create_server((self.host, self.port), family=family, dualstack_ipv6=both)
         except OSError as error:
-            listener.close()
             raise QCFuseError(f"cannot listen at {self.host}:{self.port}: {error.strerror or error}") from error
-        return listener
 
 
 def _is_loopback(host: str) -> bool:

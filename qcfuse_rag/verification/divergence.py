@@ -24,15 +24,10 @@ from qcfuse_rag.runtime.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How two caches differ along the greedy answer over the first, at every token.
+    """How two caches differ along the greedy answer over the first, before each token."""
 
-    Attributes:
-        kl: Kullback-Leibler divergence before each token, in nats.
-        agrees: whether both caches predict the same most likely token, before each token.
-    """
-
-    kl: tuple[float, ...]
-    agrees: tuple[bool, ...]
+    kl: tuple[float, ...]  # Kullback-Leibler divergence, in nats
+    agrees: tuple[bool, ...]  # whether both caches predict the same most likely token
 
     @property
     def mean_kl(self) -> float:

@@ -6,7 +6,7 @@ import logging
 import math
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,19 +47,12 @@ ROUNDING_ERRORS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class ExactnessCheck:
-    """Largest difference between the engine's logits and the model's own, as a fraction of their standard deviation.
+    """Largest difference between the engine's logits and the model's own, as a fraction of their standard deviation."""
 
-    Attributes:
-        all_rows: every row computed, against the model's plain forward.
-        question_rows: the question's rows over moved chunks, against caches the model computed in place.
-        step: the last row as a decode step computes it, against the model's plain forward.
-        tolerance: the largest difference that the model's dtype and rounding errors allow.
-    """
-
-    all_rows: float
-    question_rows: float
-    step: float
-    tolerance: float
+    all_rows: float  # every row computed, against the model's plain forward
+    question_rows: float  # the question's rows over moved chunks, against caches the model computed in place
+    step: float  # the last row as a decode step computes it, against the model's plain forward
+    tolerance: float  # the largest difference that the model's dtype and rounding errors allow
 
     @property
     def largest(self) -> float:
@@ -230,8 +223,10 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 def check_exact_once(lm: LanguageModel) -> ExactnessCheck:
     """Return the cached result of a `check_exact` that has passed; without one, check and cache the result."""
     result = CachedResult("checks", "exactness.json", _check_identity(lm))
-    if (cached := _passed_check(result.read())) is not None:
-        return cached
+    with suppress(ValueError, TypeError, KeyError, AttributeError):  # no such result, or none that can be read
+        cached = ExactnessCheck(**{name: float(value) for name, value in (result.read() or {})["check"].items()})
+        if cached.passed:
+            return cached
     check = check_exact(lm)
     result.write(check=asdict(check))
     return check
@@ -250,11 +245,3 @@ def _check_identity(lm: LanguageModel) -> dict[str, Any]:
         "kernels": unavailable_reason(lm.device, lm.dtype, lm.widest_head) or "used",
         "attention": dense_attention_name(lm.device, lm.dtype),
     }
-
-
-def _passed_check(fields: dict[str, Any] | None) -> ExactnessCheck | None:
-    try:
-        check = ExactnessCheck(**{name: float(value) for name, value in (fields or {})["check"].items()})
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-    return check if check.passed else None

@@ -14,7 +14,6 @@ from torch import Tensor
 from qcfuse_rag.bundled import paragraphs
 from qcfuse_rag.fusion.method import FixedRatio, Method, Ratio, VerifiedRatio
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.backends.memory import UNLIMITED, MemoryStore
 from qcfuse_rag.verification.cases import Case, passage_cases, ruler_cases, string_match
@@ -94,7 +93,9 @@ def verify(
     # Generated passages stand for the user's, which a writer was tuned on.
     generated = [text for kind in ("needle", "multi-hop") for case in groups[kind] for text in case.passages]
     tuned = engine.lm.also_tuned_on(map(engine.prompts.chunk_ids, generated))
-    moves = _tries_residuals(engine.lm, method)
+    # Only on a CPU: the GPU's kernels and recorded passes move no tokens, and one such request would slow the batch.
+    is_plain = method.base is not None and method.layer_hook is None and method.residuals is None
+    moves = engine.lm.device.type == "cpu" and is_plain and isinstance(method.budget, Ratio) and method.ratio != 0
     done, total = 0, sum(map(len, groups.values())) * (1 + len(tried_methods) * (1 + moves))
 
     def advance() -> None:
@@ -130,12 +131,6 @@ def verify(
         datetime.now(UTC).isoformat(timespec="seconds"),
         tuple(tried),
     )
-
-
-def _tries_residuals(lm: LanguageModel, method: Method) -> bool:
-    # Only on a CPU: the GPU's kernels and recorded passes move no tokens, and one such request would slow the batch.
-    is_plain = method.base is not None and method.layer_hook is None and method.residuals is None
-    return lm.device.type == "cpu" and is_plain and isinstance(method.budget, Ratio) and method.ratio != 0
 
 
 def _cases(engine: FusionEngine, texts: Sequence[str], settings: VerifySettings) -> dict[str, list[Case]]:
@@ -185,21 +180,14 @@ def _loss_check(kind: str, group: Sequence[Comparison], limit: float) -> Check:
 
 @dataclass(slots=True, eq=False)
 class Reference:
-    """A case with full prefill's answer. Keys and values of full prefill are not kept.
-
-    Attributes:
-        store: holds the case's passages; None if they are prefilled anew for each candidate.
-        logits: `[N, vocabulary]` float32, on the CPU, before each token of the greedy answer.
-        score: share of the expected strings in the answer.
-        tokens: of the prompt and the longest answer.
-    """
+    """A case with full prefill's answer. Keys and values of full prefill are not kept."""
 
     case: Case
-    store: MemoryStore | None
+    store: MemoryStore | None  # of the case's passages; None if they are prefilled anew for each candidate
     ids: tuple[int, ...] = ()
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))
-    score: float = 0.0
-    tokens: int = 0
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # `[N, vocabulary]` float32, on the CPU
+    score: float = 0.0  # share of the expected strings in the answer
+    tokens: int = 0  # of the prompt and the longest answer
 
 
 class References:

@@ -24,19 +24,13 @@ EXACTNESS = "exactness"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check of a verification, such as `exactness` or `kl`.
-
-    Attributes:
-        limit: of the value; None if the value is only reported.
-        at_least: whether the value must reach the limit; else it must not exceed the limit.
-        detail: how the value was measured, in words.
-    """
+    """One check of a verification, such as `exactness` or `kl`."""
 
     name: str
     value: float
-    limit: float | None
-    at_least: bool
-    detail: str
+    limit: float | None  # None if the value is only reported
+    at_least: bool  # whether the value must reach the limit; else it must not exceed the limit
+    detail: str  # how the value was measured, in words
 
     @property
     def passed(self) -> bool:
@@ -49,16 +43,11 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The checks of one candidate: a method at one ratio.
+    """The checks of one candidate: a method at one ratio."""
 
-    Attributes:
-        ratio: share of reused tokens recomputed; None if the method's selector decides.
-        residuals: whether reused tokens moved with recomputed ones.
-    """
-
-    ratio: float | None
+    ratio: float | None  # share of reused tokens recomputed; None if the method's selector decides
     checks: tuple[Check, ...]
-    residuals: bool = False
+    residuals: bool = False  # whether reused tokens moved with recomputed ones
 
     @property
     def label(self) -> str:
@@ -98,21 +87,13 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of verifying a method on a model: the candidates that were tried, and the first that passed.
+    """The result of verifying a method on a model: the candidates that were tried, and the first that passed."""
 
-    Attributes:
-        fingerprint: digest of the model.
-        method: digest of the method with all its parts, see `method_digest`.
-        label: the method in words, without a ratio.
-        date: ISO 8601, UTC.
-        tried: at least one candidate, the cheapest first.
-    """
-
-    fingerprint: str
-    method: str
-    label: str
-    date: str
-    tried: tuple[Trial, ...]
+    fingerprint: str  # digest of the model
+    method: str  # digest of the method with all its parts, see `method_digest`
+    label: str  # the method in words, without a ratio
+    date: str  # ISO 8601, UTC
+    tried: tuple[Trial, ...]  # at least one candidate, the cheapest first
 
     @property
     def recommended(self) -> Trial | None:

@@ -35,34 +35,23 @@ MAX_RATIO = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far fused requests were from full prefill.
+    """How far fused requests were from full prefill; means are of the last comparisons, and None before these.
 
-    Attributes:
-        requests: number of fused requests with at least one stored passage.
-        compared: number of requests that were compared with full prefill.
-        dropped: requests that were to be compared, but too many others waited, their passages were removed, or the
-            ratio was raised meanwhile.
-        kl: mean divergence along full prefill's answers over the last comparisons, in nats a token; None before these.
-        agreement: mean share of these answers' tokens that were predicted.
-        identical: share of these comparisons in which the answer was full prefill's.
-        sustained: whether the mean over a whole window exceeds the limit.
-        ratio: the raised ratio, or None while the method's ratio is in use.
-        in_full: whether requests are prefilled in full now.
-        failed: number of comparisons that failed.
-        error: of the last failed comparison.
+    Requests that were to be compared are dropped if too many others wait, their passages were removed, or the ratio was
+    raised meanwhile.
     """
 
-    requests: int = 0
-    compared: int = 0
+    requests: int = 0  # fused ones with at least one stored passage
+    compared: int = 0  # requests that were compared with full prefill
     dropped: int = 0
-    kl: float | None = None
-    agreement: float | None = None
-    identical: float | None = None
-    sustained: bool = False
-    ratio: float | None = None
-    in_full: bool = False
-    failed: int = 0
-    error: str | None = None
+    kl: float | None = None  # mean divergence along full prefill's answers, in nats a token
+    agreement: float | None = None  # mean share of these answers' tokens that were predicted
+    identical: float | None = None  # share of comparisons in which the answer was full prefill's
+    sustained: bool = False  # whether the mean over a whole window exceeds the limit
+    ratio: float | None = None  # the raised ratio; None while the method's ratio is in use
+    in_full: bool = False  # whether requests are prefilled in full now
+    failed: int = 0  # comparisons that failed
+    error: str | None = None  # of the last failed comparison
 
 
 @dataclass(frozen=True, slots=True)

@@ -410,7 +410,7 @@ async def test_beside_another_job_nothing_changes(engine: FusionEngine, folder: 
 def keep(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[IdleWarming, EngineHandle]]:
     monkeypatch.setattr(idle_warming, "IDLE_S", 0.02)
     handle = EngineHandle.wrap(engine, SchedulerSettings())
-    keep = IdleWarming(handle, max_waiting=3)
+    keep = IdleWarming(handle)
     yield keep, handle
     keep.close()
 
@@ -556,6 +556,7 @@ async def test_only_the_newest_wait_and_long_passages_are_left(
     engine: FusionEngine, keep: tuple[IdleWarming, EngineHandle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(idle_warming, "LONGEST", 100)
+    monkeypatch.setattr(idle_warming, "MAX_WAITING", 3)
     texts = [f"{HARBOUR} {number}." for number in range(6)]
     for waiting in ([f"{HARBOUR} " * 20, *texts], [f"{HARBOUR} " * 20]):
         keep[0].add([(text, CLIENTS) for text in waiting], keep[0].generation())

@@ -55,7 +55,6 @@ def delimited_passages(text: str) -> list[str]:
 
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-UNREADABLE = "the model reads text; describe parts of other types, or leave them out:"
 
 
 class TextPart(BaseModel):
@@ -71,7 +70,8 @@ class TextPart(BaseModel):
         if not isinstance(kind, str) or kind in TEXT_PARTS:
             text = part.get("text", part.get(kind)) if isinstance(part, dict) else None
             return part if text is None else {"type": kind, "text": text}
-        raise PydanticCustomError("unsupported", "{message}", {"message": f"{UNREADABLE} {kind}"})
+        refusal = "the model reads text; describe parts of other types, or leave them out: {kind}"
+        raise PydanticCustomError("unsupported", refusal, {"kind": kind})
 
 
 class Function(BaseModel):
@@ -172,7 +172,6 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
 
     def refuse_unsupported(self) -> None:
-        """Refuse unsupported fields and oversized values, and drop the ignored fields."""
         super().refuse_unsupported()
         refuse_more(MAX_DOCUMENTS, self.given_documents or (), "documents")
         if self.top_logprobs and not self.logprobs:
@@ -180,12 +179,10 @@ class ChatRequest(GenerationRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """Length limit of an answer; None if the request sets none."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def top_count(self) -> int | None:
-        """How many of the likeliest tokens to report for each token."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property

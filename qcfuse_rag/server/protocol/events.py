@@ -30,41 +30,25 @@ SAFE_REASONS = ("absent:", "anchors disagree:", "fix overhead")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of an answer, as plain data that can be sent between processes; answers come one after another.
-
-    Attributes:
-        text: of the answer; reasoning is apart from it.
-        reasoning: of the answer.
-        index: which of the answers, counted from 0.
-        logprobs: logarithmic probabilities in OpenAI's format; None if the request asks for none.
-        documents: what the server retrieved, in the first piece of all; None if it did not.
-        finish_reason: in OpenAI's terms, in the last piece of the answer.
-    """
+    """A piece of an answer, as plain data that can be sent between processes; answers come one after another."""
 
     text: str = ""
-    reasoning: str = ""
-    index: int = 0
-    logprobs: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
-    finish_reason: str | None = None
+    reasoning: str = ""  # apart from the text
+    index: int = 0  # which of the answers
+    logprobs: list[dict[str, Any]] | None = None  # in OpenAI's format; None if the request asks for none
+    documents: list[dict[str, Any]] | None = None  # what the server retrieved, in the first piece of all
+    finish_reason: str | None = None  # in OpenAI's terms, in the last piece of the answer
 
 
 @dataclass(frozen=True, slots=True)
 class LastPiece(Piece):
-    """The last piece of an answer.
-
-    Attributes:
-        calls: of tools, in OpenAI's format.
-        usage: of the whole request, in the last piece of all, as the next two.
-        report: on the first prompt.
-        explanation: for requests that ask for one.
-    """
+    """The last piece of an answer, with its calls of tools; the last piece of all has the other fields."""
 
     finish_reason: str | None = "stop"
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    usage: dict[str, Any] | None = None
-    report: dict[str, Any] | None = None
-    explanation: dict[str, Any] | None = None
+    calls: list[dict[str, Any]] = field(default_factory=list)  # in OpenAI's format
+    usage: dict[str, Any] | None = None  # of the whole request
+    report: dict[str, Any] | None = None  # on the first prompt
+    explanation: dict[str, Any] | None = None  # for requests that ask for one
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MAX_BIASES = 1000
 MAX_DEPTH = 100
-TOO_DEEP = f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed"
 """Copying, rendering and pickling a body all have depth limits of their own, with unclear errors."""
 
 OFF: tuple[Any, ...] = (None, 0, "", [], {})
@@ -89,15 +88,9 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
     Unknown fields are ignored, as by other servers; unsupported fields that would change the answer are refused.
 
     Attributes:
-        model: the model's name; None for the served model.
-        stream: whether to send the answers in pieces.
-        stream_options: whether a stream ends with the usage.
-        max_tokens: length limit of an answer; a default if None.
-        temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, stop:
-            see `SamplingParams`. A temperature that is not given is 0.
+        temperature: see `SamplingParams`, as for the other settings of its names; 0 if it is not given.
         seed: of the first answer; the next ones have the next seeds.
         n: number of answers to a prompt; without a temperature they are equal.
-        fidelity: how closely an answer follows full prefill's, see `SamplingParams`; None leaves it to the server.
         method: `full` for full prefill, which takes no passage from the store; None for the server's method.
         explain: whether the answer comes with an explanation of how its prompt was computed, texts included.
     """
@@ -174,7 +167,7 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
         for _ in range(MAX_DEPTH):
             level = [child for value in level for child in _children(value)]
         if level:
-            raise InvalidSetting(TOO_DEEP)
+            raise InvalidSetting(f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed")
 
     def sampling(self, most_tokens: int, fidelity: Fidelity = "fast") -> SamplingParams:
         """Return the sampling settings, with no more tokens than the server's limit; `fidelity` is its default."""
@@ -220,7 +213,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
 
     def refuse_unsupported(self) -> None:
-        """Refuse unsupported fields and oversized values, and drop the ignored fields."""
         extra: dict[str, Any] = self.model_extra or {}
         for name in CHAT_FIELDS & extra.keys():
             if extra[name] not in OFF:
@@ -245,14 +237,11 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompt_count(self) -> int:
-        """Number of prompts."""
         return len(self.texts)
 
     @property
     def top_count(self) -> int | None:
-        """How many of the likeliest tokens to report for each token."""
         return self.logprobs
 
     def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> PromptAndFormat:
-        """Return the prompt of a text; warmed passages are found in it."""
         return engine.prompt_from_text(self.texts[number]), None
