@@ -25,16 +25,11 @@ FinishReason = Literal["end", "stop", "length", "cancelled"]
 
 
 class Completion:
-    """Collects tokens and finishes at an end token, at a stop string or at the length limit.
-
-    Attributes:
-        ids: the tokens so far, the end token included.
-        finish_reason: why the answer is finished, or None before that. `cancelled` is for the caller to set.
-    """
+    """Collects tokens and finishes at an end token, at a stop string or at the length limit."""
 
     def __init__(self, lm: LanguageModel, params: SamplingParams, prompt: Prompt) -> None:
-        self.ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
+        self.ids: list[int] = []  # the tokens so far, the end token included
+        self.finish_reason: FinishReason | None = None  # None before the end; `cancelled` is for the caller to set
         self._end_tokens = end_tokens(lm)
         self._max_new_tokens = params.max_new_tokens
         core = lm.tokenizer.backend_tokenizer

@@ -206,11 +206,6 @@ class Decoder:
 
     `choose` and `compute` take turns until there is a `finish_reason`. A scheduler may compute the steps of several
     answers together instead, see `needs_step` and `take_logits`.
-
-    Attributes:
-        completion: the tokens so far and their text; while it is held back, the draft.
-        holds_back: whether the answer is a draft that waits for verification.
-        passes: number of decode passes over the answer's tokens; healing and verifying are not counted.
     """
 
     def __init__(self, runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> None:
@@ -221,9 +216,9 @@ class Decoder:
         if params.fidelity == "fast":
             self._lookup = prompt_lookup(runner.lm, prefilled.prompt.ids, params.prompt_lookup_num_tokens)
         self._ahead: deque[tuple[int, Tensor]] = deque()  # candidates with the logits after them
-        self.completion = Completion(runner.lm, params, prefilled.prompt)
-        self.holds_back = False
-        self.passes = 0
+        self.completion = Completion(runner.lm, params, prefilled.prompt)  # while it is held back, the draft
+        self.holds_back = False  # whether the answer is a draft that waits for verification
+        self.passes = 0  # over the answer's tokens; those that heal and verify are not counted
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -33,15 +33,12 @@ class EngineSettings(DeclaredSettings):  # type: ignore[misc] # a class that pyd
 
     The subclass adds its model's name, which it takes as the argument `model`, and an attribute for the engine's
     handle. The engine is loaded on first use.
-
-    Attributes:
-        MODEL: name of the field with the model's name.
-        HANDLE: name of the attribute with the handle; a private one, or a field where the framework makes copies of
-            fields alone.
     """
 
-    MODEL: ClassVar[str] = "model"
-    HANDLE: ClassVar[str] = "_handle"
+    MODEL: ClassVar[str] = "model"  # name of the field with the model's name
+    HANDLE: ClassVar[str] = (
+        "_handle"  # of the attribute with the handle; of a field where copies have only fields
+    )
 
     logprobs: bool | None = Field(
         default=None, description="Whether answers come with the log probabilities of their tokens."

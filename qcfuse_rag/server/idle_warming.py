@@ -35,9 +35,6 @@ class IdleWarming:
         handle: the engine, and the scheduler whose requests come first.
         library: the library that the server retrieves from, or None. What it forgets is not warmed any more, and its
             own passages are warmed only while it has them: documents may have been replaced since the request.
-
-    Attributes:
-        warmed: number of passages warmed so far.
     """
 
     def __init__(self, handle: EngineHandle, library: ServedLibrary | None = None) -> None:
@@ -45,7 +42,7 @@ class IdleWarming:
         self._waiting: OrderedDict[str, tuple[str, int]] = OrderedDict()  # text -> source and generation
         self._changed = threading.Condition()
         self._closed = False
-        self.warmed = 0
+        self.warmed = 0  # passages so far
         if library is not None:
             library.forget_listeners.append(self.forget)
         self._thread = BackgroundThread(self._run, name="qcfuse-keep", close=self.close)

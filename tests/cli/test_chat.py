@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from qcfuse_rag import LanguageModel
-from qcfuse_rag.cli.ask import Conversation, _uninterrupted
+from qcfuse_rag.cli.ask import Conversation, _obey
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.library.retriever import Retrieved
 from qcfuse_rag.library.session import LibraryAnswer
@@ -96,10 +96,10 @@ def test_a_question_that_never_fits_is_retrieved_for_once_and_leaves_the_convers
 
 
 def test_an_unknown_error_does_not_end_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
-    _uninterrupted(fail)
+    _obey(Conversation(SimpleNamespace(retrieve=fail), 3), "Why?")  # type: ignore[arg-type]
     assert "RuntimeError: no memory" in capsys.readouterr().err
 
 
