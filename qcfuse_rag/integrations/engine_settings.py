@@ -36,9 +36,7 @@ class EngineSettings(DeclaredSettings):  # type: ignore[misc] # a class that pyd
     """
 
     MODEL: ClassVar[str] = "model"  # name of the field with the model's name
-    HANDLE: ClassVar[str] = (
-        "_handle"  # of the attribute with the handle; of a field where copies have only fields
-    )
+    HANDLE: ClassVar[str] = "_handle"  # of the attribute with the handle; of a field where copies have only fields
 
     logprobs: bool | None = Field(
         default=None, description="Whether answers come with the log probabilities of their tokens."
