@@ -61,24 +61,16 @@ class Span:
 class Prompt:
     """Segments in order, and the system prefix after which their chunks were warmed.
 
-    Attributes:
-        segments: the non-empty segments; the last one is not stored, because an answer needs a computed row.
-        prefix_ids: token ids of the system prefix, a part of the keys of framed chunks; the first segment's, unless a
-            conversation has another system prefix.
-        note: for the report, why a joined text was not searched for passages; None if it was, or passages were given.
-        joined: whether a framework joined the text, so that it may contain unknown passages.
-        turn_starts: strings that end an answer, because the model begins a new turn of the prompt's wording.
-        in_answer: returns whether a text ends behind the model's reasoning, which may repeat the prompt; None without.
-
     Raises:
         ValueError: if the segments cannot be a prompt.
     """
 
-    segments: tuple[Segment, ...]
-    prefix_ids: tuple[int, ...] = ()
-    note: str | None = None
-    joined: bool = False
-    turn_starts: tuple[str, ...] = ()
+    segments: tuple[Segment, ...]  # not empty; the last one is not stored, because an answer needs a computed row
+    prefix_ids: tuple[int, ...] = ()  # a part of framed chunks' keys; a conversation's first segment may be another one
+    note: str | None = None  # for the report: why a joined text was not searched for passages; None if it was
+    joined: bool = False  # whether a framework joined the text, so that it may contain unknown passages
+    turn_starts: tuple[str, ...] = ()  # strings that end an answer, because the model begins a new turn of the wording
+    # Returns whether a text ends behind the model's reasoning, which may repeat the prompt; None without reasoning.
     in_answer: Callable[[str], bool] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

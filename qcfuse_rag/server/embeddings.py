@@ -25,8 +25,6 @@ from qcfuse_rag.server.protocol.generation_request import FailFastList, refuse_m
 MAX_TEXTS = 2048
 """Most texts of a request, as in OpenAI's API."""
 
-NO_MODEL = "there is no embedding model here: serve a library of `qcfuse warm run`, without --ray"
-
 
 class EmbeddingsRequest(BaseModel):
     """The body of a request for embeddings: as numbers, or as float32 in little-endian order as base64."""
@@ -67,7 +65,8 @@ def embedding_route(library: ServedLibrary | None, bodies: JsonBodies) -> Route:
     async def embed(request: Request) -> Response:
         embeddings_request = await bodies.read(request, EmbeddingsRequest)
         if library is None:
-            return error_response(Failure(404, NO_MODEL, "model_not_found", "model"))
+            refusal = "there is no embedding model here: serve a library of `qcfuse warm run`, without --ray"
+            return error_response(Failure(404, refusal, "model_not_found", "model"))
         wanted, model = embeddings_request.model, library.index.embedder
         if wanted and wanted != model:
             return error_response(unknown_model(wanted, model))

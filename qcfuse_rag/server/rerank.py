@@ -30,8 +30,6 @@ MAX_DOCUMENT_TOKENS = 1 << 17
 AT_ONCE = 16
 """Documents to score between two looks whether the client is still there."""
 
-NO_ENGINE = "replicas on Ray do not rerank: serve without --ray"
-
 
 def _text(document: Any) -> Any:
     return document.get("text", document) if isinstance(document, dict) else document
@@ -59,7 +57,7 @@ def rerank_routes(backend: Backend, bodies: JsonBodies) -> list[Route]:
             return error_response(unknown_model(asked.model, backend.name))
         engine = backend.engine
         if engine is None:
-            return error_response(Failure(404, NO_ENGINE))
+            return error_response(Failure(404, "replicas on Ray do not rerank: serve without --ray"))
         refuse_more(MAX_DOCUMENTS, asked.documents, "documents")
         found = await run_while_connected(partial(reranked, engine, asked), request, jobs)
         return JSONResponse({"id": f"rerank-{uuid.uuid4().hex}", "object": "list", "model": backend.name} | found)

@@ -38,23 +38,14 @@ TOGETHER = 8
 
 @dataclass(frozen=True, slots=True)
 class VerifySettings:
-    """What to verify a method on, and the limits that it must keep: this project's choice, no paper states any.
+    """What to verify a method on, and the limits that it must keep: this project's choice, no paper states any."""
 
-    Attributes:
-        ratios: to try, where the method leaves its ratio to the verdict.
-        size: prompts of each of the three kinds.
-        tokens: length of the RULER-style prompts in tokens.
-        kl: highest mean divergence from full prefill along its answers, in nats a token.
-        agreement: lowest share of the tokens of full prefill's answers that the method predicts.
-        loss: largest drop in the share of hidden answers found, compared with full prefill, from 0 to 1.
-    """
-
-    ratios: Sequence[float] = RATIOS
-    size: int = 8
-    tokens: int = 1024
-    kl: float = 0.25
-    agreement: float = 0.75
-    loss: float = 0.1
+    ratios: Sequence[float] = RATIOS  # to try, where the method leaves its ratio to the verdict
+    size: int = 8  # prompts of each of the three kinds
+    tokens: int = 1024  # of a RULER-style prompt
+    kl: float = 0.25  # highest mean divergence from full prefill along its answers, in nats a token
+    agreement: float = 0.75  # lowest share of the tokens of full prefill's answers that the method predicts
+    loss: float = 0.1  # largest drop in the share of hidden answers found, compared with full prefill
 
 
 def candidates(method: Method, ratios: Sequence[float]) -> list[Method]:

@@ -152,8 +152,6 @@ class ChatRequest(GenerationRequest):
         parallel_tool_calls: False allows one call at most.
         chat_template_kwargs: variables of the model's chat template, such as `{"enable_thinking": false}`.
         reasoning_effort: the variable of that name of the model's chat template.
-        logprobs: whether to report the probabilities of the answer's tokens.
-        top_logprobs: and of so many likeliest tokens.
     """
 
     DEFAULT_TOKENS: ClassVar[int] = 1024

@@ -26,11 +26,8 @@ FailFastList = Annotated[list[T], Field(fail_fast=True)]
 PromptAndFormat = tuple[Prompt, ResponseFormat | None]
 """A prompt, and the format of its answers; None if they are text as it was decoded."""
 
-MAX_ANSWERS = 8
-"""Most answers of a request."""
-
-MAX_DOCUMENTS = 256
-"""Most documents of a request."""
+MAX_ANSWERS, MAX_DOCUMENTS = 8, 256
+"""Most answers and most documents of a request."""
 
 MAX_TOP_LOGPROBS = 20
 
@@ -97,10 +94,8 @@ class GenerationRequest(DeclaredRequest):  # type: ignore[misc] # a class that p
 
     model_config = ConfigDict(extra="allow")  # so that `refuse_unsupported` sees the extra fields
 
-    DEFAULT_TOKENS: ClassVar[int]
-    """Length limit of an answer whose request sets none; the context window may limit it further."""
-    PROMPT_FIELD: ClassVar[str]
-    """Name of the field with the prompt."""
+    DEFAULT_TOKENS: ClassVar[int]  # limit of an answer whose request sets none
+    PROMPT_FIELD: ClassVar[str]  # name of the field with the prompt
 
     model: str | None = None
     stream: bool | None = None
