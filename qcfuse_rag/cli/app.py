@@ -166,26 +166,6 @@ def verify_command(config: VerifiedModel, options: VerifyOptions, as_json: Json 
         raise typer.Exit(1)
 
 
-@app.command("tune")
-@expand_options
-def tune_command(
-    *,
-    store: Library = LIBRARY,
-    config: WordedModel,
-    prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts to train on; by default 4,096 on a GPU and 120 on a CPU.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Train weights with which passages are computed, so that fewer tokens suffice; exit with 1 if they win nothing."""
-    from qcfuse_rag.library.jobs import require_no_other_job
-
-    _require_library(store)
-    require_no_other_job(store)
-    if not _code("tune").run_tune(store, config, prompts, as_json=as_json):
-        raise typer.Exit(1)
-
-
 @app.command()
 @expand_options
 def ask(

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import signal
 import sys
 import time
 import warnings
@@ -149,20 +148,6 @@ def status(title: str) -> Iterator[None]:
     with ERR.status(title):
         yield
     ERR.print(f"[green]done[/green] {title}", highlight=False)
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Have SIGTERM unwind the program as Ctrl-C does."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def quiet_libraries() -> None:

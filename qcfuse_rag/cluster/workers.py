@@ -132,9 +132,7 @@ class RayWorkers(ModelConfig):
 
     def open(self) -> tuple[LanguageModel, KVStore]:
         """Load the model and open the store, in a worker."""
-        lm = LanguageModel.load(self.model or default_model(), **self.load_options())
-        store = open_store(**self.store)
-        return lm.with_writer(store.folder), store
+        return LanguageModel.load(self.model or default_model(), **self.load_options()), open_store(**self.store)
 
     def resources(self) -> dict[str, Any]:
         """Return the resources that Ray reserves for one worker."""

@@ -204,7 +204,7 @@ class Corpus:
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
         """Return the keys of a passage's token ids, one for each base; none for an empty passage."""
-        return [self._lm.key(base, self._prompts.prefix_ids, ids) for base in bases] if ids else []
+        return [base.key(self._lm.fingerprint, self._prompts.prefix_ids, ids) for base in bases] if ids else []
 
     def open_sources(self) -> Sources:
         """Return the store's record of documents and their passages; opened when first needed, anew after a fork.

@@ -137,7 +137,6 @@ class FusionEngine:
             check_exact_once(lm)
         opened = store if isinstance(store, KVStore) else open_store(store or config.store)
         try:
-            lm = lm.with_writer(opened.folder)
             verdict = require_verdict(lm, opened, chosen, config.verdict)
             engine = cls(
                 lm,
@@ -156,9 +155,9 @@ class FusionEngine:
             raise
         return engine
 
-    def over(self, store: KVStore, method: Method, lm: LanguageModel | None = None) -> FusionEngine:
-        """Return an engine of this model, or a view of it, and wording over another store, which it takes over."""
-        return FusionEngine(lm or self.lm, store, template=self.prompts.template, method=method)
+    def over(self, store: KVStore, method: Method) -> FusionEngine:
+        """Return an engine of this model and wording over another store, which it takes over."""
+        return FusionEngine(self.lm, store, template=self.prompts.template, method=method)
 
     def warm(self, texts: Iterable[str], **options: Any) -> WarmSummary:
         """Prefill passages into the store, leaving alone those that are there; see `Corpus.warm` and `WarmSettings`."""

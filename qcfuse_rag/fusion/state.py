@@ -35,7 +35,7 @@ class PlacementContext:
 
     def key(self, base: Base) -> ChunkKey:
         """Return the chunk's address under a base."""
-        return self.lm.key(base, self.prompt.prefix_ids, self.span.segment.stored_ids)
+        return base.key(self.lm.fingerprint, self.prompt.prefix_ids, self.span.segment.stored_ids)
 
     def exact_under(self, base: Base) -> bool:
         """Return whether the chunk under a base equals what full prefill would compute at this position."""

@@ -10,7 +10,6 @@ from typing import TypeVar
 from qcfuse_rag.ingestion.extension import ComputedBase, EntryPlan
 from qcfuse_rag.ingestion.prefill import (
     Batch,
-    Ids,
     PendingChunk,
     PrefillTarget,
     Ranker,
@@ -130,15 +129,10 @@ def prefill_batch(
     target: PrefillTarget, batch: Batch, system_prefix: ChunkKV | None, ranker: Ranker | None = None
 ) -> list[ChunkKV]:
     """Return the keys and values of a batch's chunks behind the text of their base, which is the same for all."""
-    base, prefix, lm = batch.base, system_prefix, target.lm
+    base, prefix = batch.base, system_prefix
     if base.primed:
-        made: dict[Ids, ChunkKV] = {}
-        for model, tuned in ((lm, False), (lm.writer, True)):
-            if model and (chunks := [ids for ids in batch.chunks if lm.is_tuned_on(ids) is tuned]):
-                computed = prefill_chunks(model, chunks, prefix=target.primed_prefix, ranker=ranker)
-                made.update(zip(chunks, computed, strict=True))
-        return [made[ids] for ids in batch.chunks]
-    if not base.after_prefix:
+        prefix = target.primed_prefix
+    elif not base.after_prefix:
         ids = base.prefix(target.prefix_ids)
         prefix = prefill_chunk(target.lm, ids) if ids else None
     return prefill_chunks(target.lm, batch.chunks, prefix=prefix, ranker=ranker)

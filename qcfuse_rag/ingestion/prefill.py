@@ -187,7 +187,7 @@ class PrefillTarget:
 
     def key(self, base: Base, ids: Ids) -> ChunkKey:
         """Return the key of a chunk under a base."""
-        return self.lm.key(base, self.prefix_ids, ids)
+        return base.key(self.lm.fingerprint, self.prefix_ids, ids)
 
     def entry_bytes(self, n_tokens: int) -> int:
         """Return the size in bytes of a chunk's entry in the store."""

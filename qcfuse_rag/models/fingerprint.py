@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +34,6 @@ class Fingerprint:
     rope: str  # the measured rotation of each layer
     dtype: str  # of computed keys and values, such as `bfloat16`; not hashed
     weight_format: str = "model"  # or what the weights were quantised to as they were loaded; not hashed
-    writer: str = ""  # see `runtime.writer`; empty without one, and of entries that it did not compute
 
     @cached_property
     def digest(self) -> str:
@@ -43,23 +41,14 @@ class Fingerprint:
         return digest(json.dumps(self.fields(), sort_keys=True).encode())
 
     def fields(self) -> dict[str, str]:
-        """Return the fields by name, ready for JSON; the weight format `model` and no writer are left out."""
-        ordinary = {"weight_format": "model", "writer": ""}
-        return {name: value for name, value in vars(self).items() if name != "digest" and ordinary.get(name) != value}
+        """Return the fields by name, ready for JSON; the weight format `model` is left out."""
+        rounded = () if self.weight_format == "model" else ("weight_format",)
+        return {name: getattr(self, name) for name in ("weights", "config", "tokenizer", "rope", "dtype", *rounded)}
 
     @property
     def number_formats(self) -> str:
         """The dtype, and the weights' format if it is another: such as `float32` or `float32, int8 weights`."""
         return self.dtype if self.weight_format == "model" else f"{self.dtype}, {self.weight_format} weights"
-
-    @property
-    def without_writer(self) -> Fingerprint:
-        """The fingerprint of the same model without a writer."""
-        return replace(self, writer="") if self.writer else self
-
-    def writer_path(self, folder: Path) -> Path:
-        """Return the file that keeps the writer of this model in a store's folder."""
-        return folder / f"writer-{self.without_writer.digest}.safetensors"
 
     def differences(self, other: dict[str, str]) -> list[str]:
         """Return the names of the fields in which a stored fingerprint differs."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +32,6 @@ from qcfuse_rag.runtime.buffer import BufferPool, KVBuffer
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.recurrent_rows import recurrent_view
-from qcfuse_rag.store.key import Base, ChunkKey, hash_ids
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -64,8 +60,6 @@ class LanguageModel:
         context_window: the number of tokens that fit.
         fingerprint: identifies everything that stored keys and values depend on.
         stock_attention: transformers' own attention for this model, used to check the `qcfuse` attention.
-        writer: the model that computes primed passages, if that is another one, see `with_writer`.
-        tuned_passages: hashes of the token ids of the passages that the writer computes.
     """
 
     model: PreTrainedModel
@@ -78,8 +72,6 @@ class LanguageModel:
     context_window: ContextWindow
     fingerprint: Fingerprint
     stock_attention: str
-    writer: LanguageModel | None = None
-    tuned_passages: frozenset[str] = frozenset()
 
     def empty_buffer(self, capacity: int, *, batch: int = 1, pool: BufferPool | None = None) -> KVBuffer:
         """Allocate a buffer for `batch` sequences of `capacity` tokens; see `KVBuffer.allocate`."""
@@ -147,40 +139,6 @@ class LanguageModel:
             fingerprint=fingerprint_model(model, tokenizer, ropes, weights_hash, weight_format, recurrent.values()),
             stock_attention=stock_attention_name(model),
         )
-
-    def with_writer(self, folder: Path | None) -> LanguageModel:
-        """Return the model with the writer that a store's folder has for it, or without one.
-
-        Raises:
-            QCFuseError: if the folder's writer cannot be read.
-        """
-        without = self.fingerprint.without_writer
-        if folder is None or not (path := without.writer_path(folder)).exists():
-            return replace(self, fingerprint=without, writer=None) if self.writer else self
-        from qcfuse_rag.runtime.writer import adapted_view, load_writer
-
-        weights, passages, digest = load_writer(path, self.model)
-        fingerprint = replace(without, writer=digest)
-        if fingerprint == self.fingerprint:
-            return self
-        adapted = replace(self, model=adapted_view(self.model, weights), fingerprint=fingerprint, writer=None)
-        adapted.__dict__["fused_model"] = adapted.model  # fused layers would read weights without the writer's
-        return replace(self, fingerprint=fingerprint, writer=adapted, tuned_passages=passages)
-
-    def is_tuned_on(self, ids: Sequence[int]) -> bool:
-        """Return whether the writer computes the primed keys and values of a passage."""
-        return self.writer is not None and hash_ids(ids) in self.tuned_passages
-
-    def also_tuned_on(self, passages: Iterable[Sequence[int]]) -> LanguageModel:
-        """Return the same model, whose writer computes further passages too, which are token ids."""
-        other = copy(self)  # with what was cached
-        other.__dict__["tuned_passages"] = self.tuned_passages.union(map(hash_ids, passages))
-        return other
-
-    def key(self, base: Base, prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> ChunkKey:
-        """Return the address of a passage's keys and values under a base, behind a system prefix."""
-        fingerprint = self.fingerprint if self.is_tuned_on(ids) else self.fingerprint.without_writer
-        return base.key(fingerprint, prefix_ids, ids)
 
     @property
     def n_layers(self) -> int:

@@ -13,9 +13,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-
-from qcfuse_rag.models.cpu_weights import PackedLinear
 
 
 class ModuleProxy(nn.Module):
@@ -122,18 +119,3 @@ def view_of(
         own = type(module)
         view.__class__ = type(f"Fused{own.__name__}", (own,), {"forward": forward, "__module__": own.__module__})
     return view
-
-
-def stock_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a view of a model whose linear layers are torch's own, with copies of weights that are packed."""
-    view = _unpacked(model)
-    assert isinstance(view, PreTrainedModel)
-    return view
-
-
-def _unpacked(module: nn.Module) -> nn.Module:
-    if not isinstance(module, PackedLinear):
-        return view_of(module, {name: child and _unpacked(child) for name, child in module._modules.items()})
-    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-    linear.weight, linear.bias = nn.Parameter(module.weight, requires_grad=False), module.bias
-    return linear

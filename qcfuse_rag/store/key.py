@@ -110,8 +110,7 @@ class Base:
         return start == len(prefix) and ids[:start] == prefix
 
     def key(self, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> ChunkKey:
-        """Return the address of a chunk's keys and values under this base; a writer computes primed ones alone."""
-        fingerprint = fingerprint if self.primed else fingerprint.without_writer
+        """Return the address of a chunk's keys and values under this base."""
         prefix = hash_ids(self.prefix(prefix_ids))
         if self.revision > 1:
             prefix = digest(f"{prefix} {self.revision}".encode())

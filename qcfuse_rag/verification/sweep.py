@@ -81,9 +81,6 @@ def verify(
     settings = settings or VerifySettings()
     tried_methods = candidates(method.unguarded, settings.ratios)
     groups = _cases(engine, texts, settings)
-    # Generated passages stand for the user's, which a writer was tuned on.
-    generated = [text for kind in ("needle", "multi-hop") for case in groups[kind] for text in case.passages]
-    tuned = engine.lm.also_tuned_on(map(engine.prompts.chunk_ids, generated))
     # Only on a CPU: the GPU's kernels and recorded passes move no tokens, and one such request would slow the batch.
     is_plain = method.base is not None and method.layer_hook is None and method.residuals is None
     moves = engine.lm.device.type == "cpu" and is_plain and isinstance(method.budget, Ratio) and method.ratio != 0
@@ -97,7 +94,7 @@ def verify(
 
     exact = measure_exactness(engine.lm)
     exactness = Check(EXACTNESS, exact.largest, exact.tolerance, False, "largest logit error, in sd")
-    answers = References(engine.over(engine.store, method, tuned), method.unguarded, advance)
+    answers = References(engine, method.unguarded, advance)
     references = {kind: answers.answer(cases) for kind, cases in groups.items()}
     tried: list[Trial] = []
 

@@ -45,12 +45,10 @@ from qcfuse_rag.runtime.kernels.support import kernel_errors
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import UNLIMITED
-from qcfuse_rag.tuning.tune import tune
 from tests.gpu import weights_check
 
 METHODS = ("auto[ratio=.05]", "auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]")
 PREFETCH_LIMIT_S = 20.0
-TUNING_PROMPTS = 1024
 
 
 @dataclass
@@ -62,7 +60,7 @@ class Check:
         out: file of the results; further files go beside it.
         model: a real model; None for the default one.
         contexts: tokens of the prompts of `speed`.
-        device: of `answers` and `tuning`; all else needs a GPU.
+        device: of `answers`; all else needs a GPU.
         results: by step.
     """
 
@@ -288,15 +286,6 @@ def healing_real(check: Check) -> dict[str, Any]:
     return healed_answers(_real_model(check), asked, "cuda", "bfloat16")
 
 
-def tuning(check: Check) -> dict[str, Any]:
-    """Tune a writer of a real model on the demonstration's documents."""
-    lm = LanguageModel.load(_real_model(check), device=check.device, dtype="bfloat16", weights="model")
-    prompts = PromptBuilder(lm.tokenizer, PromptTemplate(), lm.context_window.tokens)
-    with TemporaryDirectory() as folder:
-        report = tune(lm, prompts, list(corpus().values()), Path(folder), count=TUNING_PROMPTS)
-    return asdict(report) | {"path": report.path is not None}
-
-
 def arrivals(check: Check) -> dict[str, Any]:
     """Serve requests that arrive at random, beside transformers' continuous batching."""
     from tests.gpu.serving_check import measure_arrivals
@@ -341,7 +330,6 @@ STEPS = (
     Step(loading, 80),
     Step(prefetching, 15),
     Step(healing_real, 60),
-    Step(tuning, 60),
     Step(recorded, 30),
     Step(arrivals, 60),
     Step(speed, 130),

@@ -15,7 +15,6 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, make_me
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import BreakEven, VerifiedRatio
 from qcfuse_rag.methods.fusionrag import ENRICHED
-from qcfuse_rag.runtime.writer import save_writer
 from qcfuse_rag.store.key import BLIND, FRAMED
 from qcfuse_rag.verification.cases import NOISE, TASKS, Case, generate, passage_cases
 from qcfuse_rag.verification.divergence import Divergence
@@ -30,7 +29,6 @@ from qcfuse_rag.verification.sweep import (
     verify,
 )
 from qcfuse_rag.verification.verdict import Trial
-from tests.runtime.test_writer import random_writer
 from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.families import build_model
@@ -205,17 +203,6 @@ def test_a_guard_does_not_hide_what_it_would_refuse_and_the_store_stays_as_it_is
     result = verify(engine, guarded, texts=PASSAGES, settings=settings(LOOSE))
     assert values(result.tried[0])["kl"] > 0
     assert not list(engine.store.entries())
-
-
-def test_a_writer_computes_generated_passages_since_they_stand_for_the_users(
-    long_llama: LanguageModel, tmp_path: Path
-) -> None:
-    save_writer(long_llama.fingerprint.writer_path(tmp_path), random_writer(long_llama), ["00" * 16], {})
-    kl = {}
-    for name, lm in (("without", long_llama), ("with", long_llama.with_writer(tmp_path))):
-        tried = verify(make_engine(lm, MemoryStore()), make_method("auto"), settings=settings({}, (0.05,)))
-        kl[name] = values(tried.tried[0])["kl"]
-    assert kl["with"] > 1.2 * kl["without"], "a random writer makes answers worse"
 
 
 # --- cases and checks
