@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -205,7 +205,6 @@ class SummedBlocks(Blocks):
 
     def __init__(self, chunk: ChunkKV, differences: Sequence[Weighted], first_layer: int) -> None:
         self._chunk, self._differences, self._first_layer = chunk, differences, first_layer
-        self._names = replace(chunk, kv_dtype=LOSSLESS).names()
 
     def __getitem__(self, name: str) -> Tensor:
         if name.partition(".")[0] not in KINDS:
@@ -224,12 +223,6 @@ class SummedBlocks(Blocks):
         for weight, difference in self._differences:
             total = total + weight * difference.part(kind, int(layer), start, stop).to(block.device).float()
         return total.to(block.dtype).transpose(0, 1)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def add_differences(chunk: ChunkKV, differences: Sequence[Weighted], *, first_layer: int = 0) -> ChunkKV:
