@@ -6,8 +6,10 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from qcfuse_rag.atomic_write import write_atomically
-from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, terminable
+from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -155,6 +157,20 @@ class Run:
         if self.path is not None:
             with open(self.path, "ab") as file:
                 file.write(json.dumps(line, ensure_ascii=False, default=str).encode() + b"\n")
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Have SIGTERM unwind the program as Ctrl-C does."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def execute(run: Run, measure: Callable[[Run], None], report: Callable[[Run], Report], json_file: str | None) -> None:

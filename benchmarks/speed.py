@@ -15,9 +15,10 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import Cache, DynamicCache, StaticCache
 from typer import Option
@@ -34,6 +35,7 @@ from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
 from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.primer import PRIMER_TOKENS
 from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.models.cpu_weights import PackedLinear
 from qcfuse_rag.models.rope import cache_argument
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
@@ -42,7 +44,7 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.model_views import stock_model
+from qcfuse_rag.runtime.model_views import view_of
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.backends.disk import DiskStore
@@ -416,6 +418,15 @@ def decode_steps(
         }
         rows.append(row)
     return rows
+
+
+def stock_model(module: Any) -> Any:
+    """Return a view of a model whose linear layers are torch's own, with copies of weights that are packed."""
+    if not isinstance(module, PackedLinear):
+        return view_of(module, {name: child and stock_model(child) for name, child in module._modules.items()})
+    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    linear.weight, linear.bias = nn.Parameter(module.weight, requires_grad=False), module.bias
+    return linear
 
 
 def stock_steps(

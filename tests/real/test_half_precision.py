@@ -8,30 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.speed import stock_model
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.models.cpu_weights import PackedLinear
 from qcfuse_rag.runtime.fused_layers.fused_modules import FewRowProduct, fused_view
-from qcfuse_rag.runtime.model_views import view_of
 from qcfuse_rag.verification import exactness
 from tests.support.rounding_kernels import compute_kernels_in_torch
-
-
-def unpacked(module: nn.Module) -> nn.Module:
-    """Return a view of a module whose linear layers are torch's own, with copies of weights that are packed."""
-    if not isinstance(module, PackedLinear):
-        return view_of(module, {name: child and unpacked(child) for name, child in module._modules.items()})
-    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-    linear.weight, linear.bias = nn.Parameter(module.weight, requires_grad=False), module.bias
-    return linear
 
 
 @pytest.fixture(scope="module")
 def halved(smollm2: LanguageModel) -> LanguageModel:
     """SmolLM2 in bfloat16."""
-    return LanguageModel.wrap(copy.deepcopy(unpacked(smollm2.model)).to(torch.bfloat16), smollm2.tokenizer)
+    return LanguageModel.wrap(copy.deepcopy(stock_model(smollm2.model)).to(torch.bfloat16), smollm2.tokenizer)
 
 
 def test_a_model_may_differ_by_its_own_rounding_errors(halved: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
