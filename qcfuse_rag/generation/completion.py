@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
@@ -173,6 +174,11 @@ def content_logprobs(entries: Iterable[TokenLogprob], tokenizer: PreTrainedToken
     ]
 
 
+@cache
+def _bytes_of_characters() -> dict[str, int]:
+    return {character: byte for byte, character in bytes_to_unicode().items()}
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     """Return the bytes that a token adds to a text, also those of an incomplete character.
 
@@ -186,7 +192,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     name: str = backend.id_to_token(token) or ""
     if match := BYTE_TOKEN.fullmatch(name):
         return bytes([int(match[1], 16)])
-    bytes_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    bytes_of = _bytes_of_characters()
     if all(character in bytes_of for character in name):  # a byte-level vocabulary
         return bytes(bytes_of[character] for character in name)
     return text.encode()

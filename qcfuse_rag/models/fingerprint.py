@@ -32,8 +32,8 @@ class Fingerprint:
     config: str  # without the fields that do not change results
     tokenizer: str  # rules and vocabulary
     rope: str  # the measured rotation of each layer
-    dtype: str  # of computed keys and values, such as `bfloat16`; not hashed
-    weight_format: str = "model"  # or what the weights were quantised to as they were loaded; not hashed
+    dtype: str  # of computed keys and values, such as `bfloat16`, as it is
+    weight_format: str = "model"  # or what the weights were quantised to as they were loaded
 
     @cached_property
     def digest(self) -> str:

@@ -141,7 +141,7 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def _parted(value: Any, count: int) -> list[Any]:
-    """Return each sequence's part of joined states; the parts share their memory."""
+    """Return each sequence's part of joined states; they share memory, which lives as long as one of them."""
     if isinstance(value, Tensor):
         return [*torch.split(value, 1)]
     if isinstance(value, dict):

@@ -103,7 +103,8 @@ class ServerSettings:
         try:  # it listens, too: early clients wait until the model is loaded
             return socket.create_server((self.host, self.port), family=family, dualstack_ipv6=both)
         except OSError as error:
-            raise QCFuseError(f"cannot listen at {self.host}:{self.port}: {error.strerror or error}") from error
+            reason = str(error.strerror or error).partition(" (while")[0]  # `create_server` names the address again
+            raise QCFuseError(f"cannot listen at {self.host}:{self.port}: {reason}") from error
 
 
 def _is_loopback(host: str) -> bool:

@@ -77,9 +77,12 @@ def verify(
 
     Raises:
         QCFuseError: if the hidden texts do not fit the prompts.
+        ValueError: if there is no ratio to try.
     """
     settings = settings or VerifySettings()
     tried_methods = candidates(method.unguarded, settings.ratios)
+    if not tried_methods:
+        raise ValueError("name at least one ratio to try")
     groups = _cases(engine, texts, settings)
     # Only on a CPU: the GPU's kernels and recorded passes move no tokens, and one such request would slow the batch.
     is_plain = method.base is not None and method.layer_hook is None and method.residuals is None

@@ -147,6 +147,23 @@ def test_a_step_of_several_requests_runs_each_mixer_once(lm: LanguageModel) -> N
     assert batches == [3] * len(lm.recurrent)
 
 
+def test_requests_of_a_step_that_failed_go_on(lm: LanguageModel) -> None:
+    texts = [[*IDS.tolist()], [*IDS[:13].tolist()]]
+    buffers = [computed(lm, torch.tensor(text)) for text in texts]
+    *_, last = [module for module in lm.fused_model.modules() if isinstance(module, RecurrentRows)]
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = last.recurrence.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        forward_step(lm, [50, 50], [40, 13], buffers)
+    hook.remove()
+    for text, buffer in zip(texts, buffers, strict=True):
+        logits = forward_step(lm, [50], [len(text)], [buffer])
+        assert error(logits[0], expected(lm, torch.tensor([*text, 50]))[-1]) <= TOLERANCE
+
+
 def test_a_request_goes_on_alone_after_steps_with_others(lm: LanguageModel) -> None:
     texts = [[*IDS.tolist()], [*IDS[:13].tolist()]]
     buffers = [computed(lm, torch.tensor(text)) for text in texts]

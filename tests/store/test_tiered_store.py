@@ -159,10 +159,11 @@ def test_every_tier_answers_the_same_numbers(near: str) -> None:
             assert all(torch.equal(block, other) for block, other in zip(answer.layer(2), expected, strict=True))
 
 
-def test_a_store_opened_again_keeps_its_kv_dtype_in_memory_too(tmp_path: Path) -> None:
-    open_store(tmp_path, kv_dtype="model").close()
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_a_store_opened_again_keeps_its_kv_dtype_in_memory_too(tmp_path: Path, kv_dtype: str) -> None:
+    open_store(tmp_path, kv_dtype=kv_dtype).close()
     with open_store(tmp_path) as store:
-        assert [tier.kv_dtype for tier in store.tiers] == ["model", "model"]
+        assert [tier.kv_dtype for tier in store.tiers] == [kv_dtype, kv_dtype]
 
 
 def test_a_folder_knows_the_remote_behind_it_but_not_its_password(

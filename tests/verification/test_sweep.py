@@ -205,6 +205,11 @@ def test_a_guard_does_not_hide_what_it_would_refuse_and_the_store_stays_as_it_is
     assert not list(engine.store.entries())
 
 
+def test_a_sweep_without_ratios_is_refused(engine: FusionEngine) -> None:
+    with pytest.raises(ValueError, match="at least one ratio"):
+        verify(engine, OPEN, settings=settings(LOOSE, ()))
+
+
 # --- cases and checks
 
 

@@ -87,7 +87,7 @@ class StoreFiles:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with open(os.open(path, flags, 0o600), "wb") as file:
-                file.write(b"".join(parts))
+                file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:
