@@ -135,7 +135,11 @@ class Index:
         self.file_number = inode(folder)
         if (damage := self._rows("PRAGMA quick_check(1)")[0][0]) != "ok":
             raise CorruptEntry(damage)
-        if self.size() != self._rows("SELECT COALESCE(SUM(size), 0) FROM Cache")[0][0]:
+        # In one statement: another process may add a row between two.
+        ((kept, sum_of_rows),) = self._rows(
+            "SELECT (SELECT value FROM Settings WHERE key = 'size'), (SELECT COALESCE(SUM(size), 0) FROM Cache)"
+        )
+        if kept != sum_of_rows:
             raise CorruptEntry("the index holds a wrong sum of bytes")
         # diskcache has no order by worth; the table and `_sql` are those of its last release, 5.6.3.
         self._rows("CREATE INDEX IF NOT EXISTS Cache_worth ON Cache (tag, json_extract(value, '$.worth'))")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.admin import rebuild
 from qcfuse_rag.store.backends.base import Health, Miss
-from qcfuse_rag.store.backends.index import inode, open_index
+from qcfuse_rag.store.backends.index import Index, inode, open_index
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, in_a_child, put, taken
@@ -34,6 +35,27 @@ def test_a_row_that_makes_no_sense_is_not_unpickled_and_the_index_is_rebuilt_in_
         assert_same(store.get(KEY), example_chunk())
         put(store, 2)
         assert store.health()[0].ok
+
+
+def test_an_index_in_which_others_write_while_it_is_opened_is_sound(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore(folder, 10 * ENTRY) as store:
+        assert store.quota is not None
+        writer, rows = store.quota.index, Index._rows
+
+        def rows_between_writes(index: Index, statement: str, *values: Any) -> list[Any]:
+            found = rows(index, statement, *values)
+            if index is not writer:
+                put(store, len(list(store.entries())))
+            return found
+
+        monkeypatch.setattr(Index, "_rows", rows_between_writes)
+        number = inode(folder / "index")
+        with DiskStore(folder) as another:
+            assert (another.notes, inode(folder / "index")) == ([], number)
+        monkeypatch.undo()
+        assert len(list(store.entries())) > 1
 
 
 @pytest.mark.parametrize("expires", [None, 1.0])
