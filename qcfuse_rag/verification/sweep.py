@@ -38,7 +38,7 @@ TOGETHER = 8
 
 @dataclass(frozen=True, slots=True)
 class VerifySettings:
-    """What to verify a method on, and the limits that it must keep: this project's choice, no paper states any."""
+    """What to verify a method on, and the limits that it must keep. The limits are this project's own."""
 
     ratios: Sequence[float] = RATIOS  # to try, where the method leaves its ratio to the verdict
     size: int = 8  # prompts of each of the three kinds
@@ -145,7 +145,7 @@ class Comparison:
     full_score: float
 
 
-def answer_checks(comparisons: Mapping[str, Sequence[Comparison]], limits: VerifySettings) -> list[Check]:
+def answer_checks(comparisons: Mapping[str, Sequence[Comparison]], settings: VerifySettings) -> list[Check]:
     """Check a method's answers by kind of case; every prompt counts the same, however long its answer."""
     everything = [comparison.divergence for group in comparisons.values() for comparison in group]
     answers = f"full prefill's answers to {len(everything)} prompts"
@@ -153,10 +153,10 @@ def answer_checks(comparisons: Mapping[str, Sequence[Comparison]], limits: Verif
     top1 = fmean(divergence.top1 for divergence in everything)
     identical = fmean(divergence.identical for divergence in everything)
     return [
-        Check("kl", kl, limits.kl, False, f"divergence along {answers}, nats a token"),
-        Check("top-1", top1, limits.agreement, True, f"share of the tokens of {answers} that are predicted"),
+        Check("kl", kl, settings.kl, False, f"divergence along {answers}, nats a token"),
+        Check("top-1", top1, settings.agreement, True, f"share of the tokens of {answers} that are predicted"),
         Check("identical", identical, None, True, f"share of {answers} that are the same word for word; no limit"),
-        *(_loss_check(kind, comparisons[kind], limits.loss) for kind in ("needle", "multi-hop")),
+        *(_loss_check(kind, comparisons[kind], settings.loss) for kind in ("needle", "multi-hop")),
     ]
 
 
