@@ -40,7 +40,7 @@ def answer_positions(prompts: PromptBuilder, prompt: Prompt, sample: Example) ->
     positions: list[int] = []
     spans = iter(prompt.chunks)
     for index, passage in enumerate(sample.passages):
-        offsets = prompts.chunk_offsets(passage)
+        _, offsets = prompts.tokens.encode(prompts.template.format_chunk(passage))
         if not offsets:
             continue  # a passage without tokens is no segment of the prompt
         span = next(spans)

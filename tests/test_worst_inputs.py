@@ -14,8 +14,8 @@ from qcfuse_rag.generation.tool_parsers import TOOL_CALL_PARSERS
 from qcfuse_rag.library.index import IndexedPassage
 from qcfuse_rag.library.readers import DEEP_MARKDOWN, TextSplitting
 from qcfuse_rag.library.retriever import _title
+from qcfuse_rag.prompts.atoms import Atoms
 from qcfuse_rag.prompts.builder import PromptBuilder, marker_number
-from qcfuse_rag.prompts.recognition import PIECES
 from qcfuse_rag.server.protocol.chat_request import delimited_passages
 from tests.support.tool_templates import LOOK_UP
 
@@ -60,7 +60,7 @@ READERS: dict[Callable[[str], object], tuple[str, ...]] = {
     parse_many_calls: (repeated('{"name":"x"},', 100_000),),
     title: (f"# a{SPACES}x", f"#{SPACES}", repeated("# a #\t"), repeated("# a\n"), "#" * MEGABYTE),
     delimited: tuple(map(repeated, ("<source ", "<![CDATA[", "[CONTEXT 1]:\n", "\n[END CONTEXT ", "]]>", "</source>"))),
-    PIECES.findall: (repeated("\\n "), "a" * MEGABYTE, repeated("\\")),
+    Atoms.of: (repeated("\\n "), "a" * MEGABYTE, repeated("\\"), repeated("e\u0301", 200_000), "\u0301" * MEGABYTE),
     marker_number: (repeated("[[qcfuse:1"), f"[[qcfuse:{'1' * MEGABYTE}", "[" * MEGABYTE),
     DEEP_MARKDOWN.search: (repeated("> "), repeated("1"), SPACES, repeated("\n "), repeated("- - x\n")),
 }

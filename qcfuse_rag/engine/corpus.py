@@ -26,13 +26,13 @@ from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.primer import PRIMER, primer_ids
 from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, WarmJob, WarmSummary, with_prerequisites
 from qcfuse_rag.prompts.builder import PromptBuilder, marker_number
-from qcfuse_rag.prompts.recognition import PassageSignatures
+from qcfuse_rag.prompts.passage_index import PassageIndex
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.prompts.template import Tool, Turn, as_mapping
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore, evict_removed
 from qcfuse_rag.store.documents.sources import Sources
-from qcfuse_rag.store.key import BLIND, FRAMED, Base, ChunkKey
+from qcfuse_rag.store.key import BLIND, FRAMED, Base, ChunkKey, hash_ids
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,7 +139,7 @@ class Corpus:
             if keys and (source is None or all(self._store.address(key) in left[source] for key in keys)):
                 passages.append((text, keys[0], source is not None))
         try:
-            self.signatures.add(passages)
+            self.index.add(passages)
         except StoreError:
             if summary.warmed:  # a library that cannot be written and is warm already stays as it is
                 raise
@@ -222,9 +222,9 @@ class Corpus:
             return self._sources
 
     @cached_property
-    def signatures(self) -> PassageSignatures:
-        """The signatures by which warmed passages are recognised in a text."""
-        return PassageSignatures(self.open_sources, self._lm.fingerprint)
+    def index(self) -> PassageIndex:
+        """By which warmed passages are recognised in a text."""
+        return PassageIndex(self.open_sources, self._lm.fingerprint, self._prompts, self._store.secret)
 
     def evict_removed(self) -> bool:
         """Drop the entries that any process has removed since the last call; return whether anything was forgotten."""
@@ -321,7 +321,7 @@ class SystemPrefix:
         common = min(common, first_chunk, len(prompt) - 1)  # the last token must be computed to answer
         if common < MIN_TOKENS:
             return prompt
-        part = None if common == len(self.ids) else ChunkPart(self.ids, 0)
+        part = None if common == len(self.ids) else ChunkPart(hash_ids(self.ids), len(self.ids), 0)
         text = "".join(segment.text for segment in prompt.segments)[: self.ends[common - 1]]
         prefix = Segment(Role.SYSTEM_PREFIX, self.ids[:common], text, part)
         return replace(prompt, segments=(prefix, *_segments_from(prompt, common, len(text))))

@@ -205,7 +205,7 @@ class FusionEngine:
                 read one of these variables.
             PromptTooLong: if it is far beyond the context window; `prefill` refuses what exceeds it by less.
         """
-        builder, find = self.prompts.with_kwargs(chat_template_kwargs), self.corpus.signatures.find
+        builder, find = self.prompts.with_kwargs(chat_template_kwargs), self.corpus.index.find
         prompt = prompt_among_turns(builder, find, question, passages, history, tools, later)
         prompt = self._with_turn_starts(prompt, self.prompts.template.turn_starts)
         return self._system_prefixes.with_system_prefix(builder, prompt, builder.turns("", (), history), tools)
@@ -233,7 +233,7 @@ class FusionEngine:
                 read one of the variables; or if finished text is given with variables.
             PromptTooLong: if it is far beyond the context window; `prefill` refuses what exceeds it by less.
         """
-        prompt = prompt_from_text(self.prompts, self.corpus.signatures.find, conversation, tools, chat_template_kwargs)
+        prompt = prompt_from_text(self.prompts, self.corpus.index.find, conversation, tools, chat_template_kwargs)
         if isinstance(conversation, str):
             return self._with_turn_starts(prompt, turn_starts_of(conversation))
         last = as_mapping(conversation[-1]) if conversation else {}

@@ -6,7 +6,7 @@ once: the first entry of its plan. Only if that is gone or damaged, the next one
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fusion.method import Method
@@ -78,6 +78,7 @@ class LookupPlan:
     method: Method
     start: int
     lookups: tuple[PlannedLookup, ...]
+    entries: dict[ChunkKey, ChunkKV | Miss] = field(default_factory=dict)  # read once for all parts of a chunk
 
     @property
     def far_keys(self) -> list[ChunkKey]:
@@ -112,7 +113,9 @@ class LookupPlan:
         """Return the chunk to place for a segment, or why there is none."""
         failure, own = lookup.failure, self.method.base
         for candidate in lookup.candidates:
-            outcome = self._ready(candidate, self._adapted(lookup, candidate, self.store.get(candidate.key)))
+            if candidate.key not in self.entries:
+                self.entries[candidate.key] = self.store.get(candidate.key)
+            outcome = self._ready(candidate, self._adapted(lookup, candidate, self.entries[candidate.key]))
             if isinstance(outcome, Miss):
                 failure = failure or (None if outcome == ABSENT else outcome.reason)
             elif candidate.base is lookup.preferred or (candidate.base is own and failure is None):
@@ -210,6 +213,7 @@ class Lookups:
             if start not in late.corrupt or not isinstance(used, AdaptedChunk) or used.key is None:
                 continue
             self._plan.store.discard(used.key, miss.reason)
+            self._plan.entries.pop(used.key, None)
             keys = [candidate.key for candidate in lookup.candidates]
             left = lookup.candidates[keys.index(used.key) + 1 :] if used.key in keys else ()
             if left:

@@ -35,11 +35,13 @@ class PlacementContext:
 
     def key(self, base: Base) -> ChunkKey:
         """Return the chunk's address under a base."""
-        return base.key(self.lm.fingerprint, self.prompt.prefix_ids, self.span.segment.stored_ids)
+        return base.key(self.lm.fingerprint, self.prompt.prefix_ids, self.span.segment.ids_hash)
 
     def exact_under(self, base: Base) -> bool:
         """Return whether the chunk under a base equals what full prefill would compute at this position."""
-        return base.exact_at(self.span.start, self.prompt.ids, self.prompt.prefix_ids)
+        part = self.span.segment.part
+        begins = part is None or part.start == 0
+        return begins and base.exact_at(self.span.start, self.prompt.ids, self.prompt.prefix_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,7 +212,7 @@ class FusedPrompt:
     def _part_of(self, span: Span, whole: AdaptedChunk) -> AdaptedChunk | Miss:
         """Return the part of a chunk that stands in the prompt; a chunk of another length is discarded."""
         part, chunk = span.segment.part, whole.chunk
-        expected = len(span) if part is None else len(part.ids)
+        expected = len(span) if part is None else part.n_tokens
         if chunk.n_tokens != expected or chunk.n_layers != self.lm.n_layers:
             reason = f"has {chunk.n_tokens} tokens and {chunk.n_layers} layers"
             if whole.key is not None:
@@ -218,5 +220,4 @@ class FusedPrompt:
             return Miss(reason)
         if part is None:
             return whole
-        piece = slice_chunk(chunk, part.start, part.start + len(span))
-        return replace(whole, chunk=piece, exact=whole.exact and part.start == 0)
+        return replace(whole, chunk=slice_chunk(chunk, part.start, part.start + len(span)))

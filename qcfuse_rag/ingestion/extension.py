@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.documents.sources import Sources, may_be_built_on
 from qcfuse_rag.store.key import FRAMED, Base, ChunkKey
+
+PassageT = TypeVar("PassageT", bound=Ids | str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class ComputedBase(Base, ABC):
 class EntryWriter:
     """Writes entries that are made from passages. They are deleted when one of these passages is deleted.
 
+    Passages are given by their token ids, or by `hash_ids` of them.
+
     Attributes:
         sources: returns the store's sources; called each time, because a forked process opens them again.
         losses: passages deleted so far, see `Derivations.loss_count`. Those deleted from here on, while a job computes,
@@ -99,7 +103,9 @@ class EntryWriter:
     sources: Callable[[], Sources]
     losses: int
 
-    def put(self, key: ChunkKey, chunk: ChunkKV, origins: Sequence[Ids], *, saved_ms: float | None = None) -> bool:
+    def put(
+        self, key: ChunkKey, chunk: ChunkKV, origins: Sequence[Ids | str], *, saved_ms: float | None = None
+    ) -> bool:
         """Write an entry made from the passages `origins`; see `KVStore.put`.
 
         Return False if one of its origins was deleted meanwhile, and the entry with it.
@@ -108,7 +114,7 @@ class EntryWriter:
         self.target.store.put(key, chunk, saved_ms=saved_ms)
         return self.confirm(key) if any(origins) else True
 
-    def begin(self, key: ChunkKey, origins: Sequence[Ids]) -> None:
+    def begin(self, key: ChunkKey, origins: Sequence[Ids | str]) -> None:
         """Record the origins of an entry that is about to be written, and delete its earlier version."""
         self.target.store.discard(key)  # its old origins are forgotten here
         self.sources().derivations.set_origins(key, [self._framed(ids) for ids in origins if ids], since=self.losses)
@@ -121,11 +127,11 @@ class EntryWriter:
         """Return whether there is a passage that not everybody may read."""
         return self.sources().has_restricted()
 
-    def readers(self, ids: Ids) -> frozenset[str]:
+    def readers(self, ids: Ids | str) -> frozenset[str]:
         """Return the tags of those who may read a passage; none if no source has it."""
         return self.sources().readers(self._framed(ids)) if ids else frozenset()
 
-    def permitted(self, group: Sequence[Ids]) -> list[Ids]:
+    def permitted(self, group: Sequence[PassageT]) -> list[PassageT]:
         """Leave out passages that some reader of a later passage of the group must not read."""
         if not self.has_restricted():
             return list(group)
@@ -150,5 +156,5 @@ class EntryWriter:
         """Return the name of a passage under whatever base it is stored."""
         return self.sources().passage_id(self._framed(ids))
 
-    def _framed(self, ids: Ids) -> ChunkKey:
+    def _framed(self, ids: Ids | str) -> ChunkKey:
         return self.target.key(FRAMED, ids)

@@ -185,7 +185,7 @@ class PrefillTarget:
         """
         return prefill_chunk(self.lm, self.prefix_ids + self.primer)
 
-    def key(self, base: Base, ids: Ids) -> ChunkKey:
+    def key(self, base: Base, ids: Ids | str) -> ChunkKey:
         """Return the key of a chunk under a base."""
         return base.key(self.lm.fingerprint, self.prefix_ids, ids)
 

@@ -252,8 +252,8 @@ def store_answer(writer: EntryWriter, stream: TextStream, text: str | None = Non
     passage = generation.text if text is None else text
     if prompt.joined and writer.has_restricted():
         return StoredAnswer(None, reason="the prompt is a joined text; it may contain passages with restricted access")
-    prompt_chunks = [span.segment.stored_ids for span in prompt.chunks]
-    if len(writer.permitted([*prompt_chunks, writer.prompts.chunk_ids(passage)])) <= len(prompt_chunks):
+    prompt_chunks = [span.segment.ids_hash for span in prompt.chunks]
+    if len(writer.permitted([*prompt_chunks, hash_ids(writer.prompts.chunk_ids(passage))])) <= len(prompt_chunks):
         return StoredAnswer(None, reason="the prompt has a passage that some readers of the answer must not read")
     return _store(writer, stream.prefilled, generation.ids, passage)
 
@@ -265,8 +265,8 @@ def _store(writer: EntryWriter, prefilled: Prefilled, generated: tuple[int, ...]
     if report.base is not None or prefilled.exact_tokens < len(prompt):
         reason = f"an answer of method {report.method} may be inexact; generate it with method full"
         return StoredAnswer(None, reason=reason)
-    ids = prompts.chunk_ids(text)
-    n_answer = sum(first < len(text) for first, _ in prompts.chunk_offsets(text))  # without the template's tokens
+    ids, offsets = prompts.tokens.encode(prompts.template.format_chunk(text))
+    n_answer = sum(first < len(text) for first, _ in offsets)  # without the template's tokens
     decoded = generated[:-1]  # the last token was never run
     differs = (new != old for new, old in zip(ids, decoded, strict=False))
     matching = next((i for i, differing in enumerate(differs) if differing), min(len(ids), len(decoded)))
@@ -287,8 +287,8 @@ def _store(writer: EntryWriter, prefilled: Prefilled, generated: tuple[int, ...]
     layers = zip(buffer.keys, lm.ropes, strict=True)
     keys = [rope.rotated(part[0, :, start:stop], -positions) for part, rope in layers]
     values = [layer[0, :, start:stop] for layer in buffer.values]
-    prompt_chunks = [span.segment.stored_ids for span in prompt.chunks]
-    notes = {"context": list(map(hash_ids, prompt_chunks)), "facts": {"decoded": [float(matching)]}}
+    prompt_chunks = [span.segment.ids_hash for span in prompt.chunks]
+    notes = {"context": prompt_chunks, "facts": {"decoded": [float(matching)]}}
     key = GENERATED.key(lm.fingerprint, prompt.prefix_ids, ids)
     if not writer.put(key, ChunkKV.of(keys, values, order_by_key_norm(keys), notes=notes), prompt_chunks):
         return StoredAnswer(None, reason="a passage of its prompt has been forgotten in the meantime")

@@ -59,9 +59,13 @@ class PromptTokenizer:
         """Tokenise text without special tokens: a passage cannot end a turn."""
         return tuple(self._encoding(self._without_special, text, bounded=bounded).ids)
 
-    def offsets(self, text: str) -> tuple[tuple[int, int], ...]:
-        """Return the characters `start <= c < stop` of each token; tokens of parts of one have the whole character."""
-        return tuple(self._encoding(self._without_special, text, bounded=False).offsets)
+    def encode(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Tokenise a passage; return its ids, and the characters `start <= c < stop` of each.
+
+        Tokens of parts of one character have the whole character.
+        """
+        encoding = self._encoding(self._without_special, text, bounded=False)
+        return tuple(encoding.ids), encoding.offsets
 
     def encode_whole(self, rendered: RenderedText, *, begin: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """Tokenise finished text as the model's own pipeline does, but keep spelt special tokens as text.
@@ -148,10 +152,6 @@ class PromptBuilder:
     def chunk_ids(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a passage's chunk, the same in every prompt."""
         return self.tokens.ids(self.template.format_chunk(text), bounded=False)
-
-    def chunk_offsets(self, text: str) -> tuple[tuple[int, int], ...]:
-        """Return the characters `start <= c < stop` of a passage's chunk for each of its token ids."""
-        return self.tokens.offsets(self.template.format_chunk(text))
 
     def build(
         self,

@@ -12,6 +12,8 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from qcfuse_rag.store.key import hash_ids
+
 
 class Role(StrEnum):
     """The kind of a segment, which decides whether it may be stored."""
@@ -24,9 +26,16 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """The place of a segment in a stored chunk, whose ids are its key: the segment begins at `ids[start]`."""
+    """The place of a segment in a stored chunk.
 
-    ids: tuple[int, ...]
+    Attributes:
+        ids_hash: `hash_ids` of the chunk's token ids, by which it is stored.
+        n_tokens: their number.
+        start: the first of them that the segment has.
+    """
+
+    ids_hash: str
+    n_tokens: int
     start: int
 
 
@@ -40,9 +49,14 @@ class Segment:
     part: ChunkPart | None = None
 
     @property
-    def stored_ids(self) -> tuple[int, ...]:
-        """Token ids under which the segment, or the chunk that it is a part of, is stored."""
-        return self.ids if self.part is None else self.part.ids
+    def ids_hash(self) -> str:
+        """The hash of token ids under which the segment, or the chunk that it is a part of, is stored."""
+        return hash_ids(self.ids) if self.part is None else self.part.ids_hash
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the segment lacks tokens of the chunk that it is a part of."""
+        return self.part is not None and len(self.ids) < self.part.n_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ Tool = Mapping[str, Any]
 LABEL = re.compile(r"\S[^\n]*(?:\n|(?<=[:\uff1a>\]*]))(?=\s*\Z)")
 """Matches the line before a passage or a question, as `Question:`; on their line, only up to a colon or bracket."""
 
+EDGES = re.compile(r"\A(?:[^\S\n]*\n)+|\s+\Z")
+
 
 @dataclass(frozen=True)
 class PromptTemplate:
@@ -63,11 +65,6 @@ class PromptTemplate:
             raise InvalidTemplate(f"chat_template_kwargs has to be an object of JSON values: {error}") from error
 
     @property
-    def chunk_lead(self) -> int:
-        """The number of characters of a chunk before its passage's text."""
-        return len(self.chunk.partition("{text}")[0].format())
-
-    @property
     def turn_starts(self) -> tuple[str, ...]:
         """Strings by which an answer begins a new turn of this wording: lines with a label such as `Question:`."""
         pieces = (piece for _, content in self.messages for piece in string.Formatter().parse(content))
@@ -76,8 +73,11 @@ class PromptTemplate:
         return tuple(gap + label for label in found for gap in ("\n", "\n\n", "\n ", "\n\n "))
 
     def format_chunk(self, text: str) -> str:
-        """Return a passage as the prompt and the warmed chunk contain it."""
-        return self.chunk.format(text=text)
+        """Return a passage as the prompt and the warmed chunk contain it, without blank lines and blanks at its edges.
+
+        Frameworks differ in these, and one text has one cache. The indentation of its first line stays.
+        """
+        return self.chunk.format(text=EDGES.sub("", text))
 
 
 ANSWER_LABEL = re.compile(r"\w[\w ]{0,24}:")

@@ -109,12 +109,12 @@ class Base:
         prefix = self.prefix(prefix_ids)
         return start == len(prefix) and ids[:start] == prefix
 
-    def key(self, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> ChunkKey:
-        """Return the address of a chunk's keys and values under this base."""
+    def key(self, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...] | str) -> ChunkKey:
+        """Return the address of a chunk's keys and values under this base, by its token ids or their hash."""
         prefix = hash_ids(self.prefix(prefix_ids))
         if self.revision > 1:
             prefix = digest(f"{prefix} {self.revision}".encode())
-        return ChunkKey(fingerprint, self.name, prefix, hash_ids(ids))
+        return ChunkKey(fingerprint, self.name, prefix, ids if isinstance(ids, str) else hash_ids(ids))
 
 
 BLIND = Base("blind", after_prefix=False)

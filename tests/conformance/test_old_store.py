@@ -121,7 +121,11 @@ def test_its_manifest_is_read(old_engine: FusionEngine, tmp_path: Path) -> None:
     sources = old_engine.corpus.open_sources()
     assert sources.names() == ["ferry.md", "mill.md"]
     assert sources.missing() == {}
-    assert [match.text for match in old_engine.corpus.signatures.find(" ".join(PASSAGES))] == [LONG_PASSAGE]
+    assert old_engine.prompt_from_text(" ".join(PASSAGES) + "?").chunks == (), (
+        "its passages are found when warmed again"
+    )
+    assert old_engine.warm(PASSAGES, sources=SOURCES).warmed == 0
+    assert len(old_engine.prompt_from_text(" ".join(PASSAGES) + "?").chunks) == 2
     assert manifest_damage(tmp_path / "kv") is None
     made_of_it = len(KINDS) + 2 + 1  # captured of it, the others enriched by it, and the answer
     assert old_engine.forget("mill.md") == len(BASES) + made_of_it

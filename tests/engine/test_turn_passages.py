@@ -9,7 +9,8 @@ import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, Prompt, SamplingParams, make_method
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.prompts.recognition import UNSOUGHT, PassageSignatures
+from qcfuse_rag.prompts.passage_index import PassageIndex
+from qcfuse_rag.prompts.recognition import UNSOUGHT
 from qcfuse_rag.prompts.template import Turn
 from qcfuse_rag.store.key import FRAMED
 from tests.support import references
@@ -109,10 +110,10 @@ def test_without_the_record_of_passages_turns_are_computed_and_the_report_says_w
     keeping.warm(PASSAGES)
     expected = build(keeping, [])
 
-    def fail(self: PassageSignatures, text: str) -> None:
+    def fail(self: PassageIndex, *text: object) -> None:
         raise StoreError("the record cannot be read")
 
-    monkeypatch.setattr(PassageSignatures, "find", fail)
+    monkeypatch.setattr(PassageIndex, "find", fail)
     prompt = build(keeping, [])
     assert prompt.ids == expected.ids
     assert len(prompt.chunks) == len(expected.chunks) - 1

@@ -42,7 +42,7 @@ def prompt(engine: FusionEngine) -> Prompt:
 
 def captured(lm: LanguageModel, prompt: Prompt) -> list[ChunkKV]:
     """Capture a prompt's passages, as `Corpus.capture` does."""
-    return capture_chunks(lm, prompt.prefix_ids, [span.segment.stored_ids for span in prompt.chunks])
+    return capture_chunks(lm, prompt.prefix_ids, [span.segment.ids for span in prompt.chunks])
 
 
 def statistics_by_hand(weights: Tensor, spans: list[range]) -> list[tuple[float, list[float], list[float]]]:
@@ -152,10 +152,10 @@ def test_what_is_there_is_found_whatever_gaps_there_are_and_is_not_used_by_that(
     store = MemoryStore()
     for number in (0, 2, 4):
         store.put(slot_key("variant", number, FINGERPRINT, PREFIX_IDS, IDS), slot(number, number).chunk)
-    found = filled_slots(store, "variant", 4, FINGERPRINT, PREFIX_IDS, IDS)
+    found = filled_slots(store, "variant", 4, FINGERPRINT, PREFIX_IDS, hash_ids(IDS), len(IDS))
     assert [(slot.number, slot.context) for slot in found] == [(0, context(0)), (2, context(2))]
     assert store.stats()[0].hits == store.stats()[0].misses == 0
-    assert filled_slots(store, "difference", 4, FINGERPRINT, PREFIX_IDS, IDS) == []
+    assert filled_slots(store, "difference", 4, FINGERPRINT, PREFIX_IDS, hash_ids(IDS), len(IDS)) == []
 
 
 def test_what_says_no_context_or_is_of_another_length_is_passed_over() -> None:
@@ -163,7 +163,7 @@ def test_what_says_no_context_or_is_of_another_length_is_passed_over() -> None:
     store.put(slot_key("variant", 0, FINGERPRINT, PREFIX_IDS, IDS), example_chunk())
     longer = replace(example_chunk(n_tokens=6), notes={"context": []})
     store.put(slot_key("variant", 1, FINGERPRINT, PREFIX_IDS, IDS), longer)
-    assert filled_slots(store, "variant", 5, FINGERPRINT, PREFIX_IDS, IDS) == []
+    assert filled_slots(store, "variant", 5, FINGERPRINT, PREFIX_IDS, hash_ids(IDS), len(IDS)) == []
 
 
 def test_looking_reads_headers_only(tmp_path: Path) -> None:
@@ -175,7 +175,9 @@ def test_looking_reads_headers_only(tmp_path: Path) -> None:
     data[-1] ^= 1
     path.chmod(0o600)
     path.write_bytes(data)
-    assert [slot.number for slot in filled_slots(store, "variant", 5, FINGERPRINT, PREFIX_IDS, IDS)] == [0]
+    assert [
+        slot.number for slot in filled_slots(store, "variant", 5, FINGERPRINT, PREFIX_IDS, hash_ids(IDS), len(IDS))
+    ] == [0]
 
 
 def test_the_same_context_has_the_same_slot_then_comes_a_free_one_then_the_one_worth_least() -> None:
@@ -204,7 +206,7 @@ def test_captured_groups_are_found_again_as_they_were_born(engine: FusionEngine,
     assert (first.context, other.context) == ((hashes[0],), (hashes[2],))
     assert (first.turn, other.turn) == (0.0, 1.0)
     prompt = engine.prompt(QUESTION, PASSAGES)
-    expected = capture_chunks(llama, prompt.prefix_ids, [span.segment.stored_ids for span in prompt.chunks])[0]
+    expected = capture_chunks(llama, prompt.prefix_ids, [span.segment.ids for span in prompt.chunks])[0]
     for name in expected.names():
         assert torch.equal(first.chunk.blocks[name], expected.blocks[name])
     assert slots_of(engine, PASSAGES[0]) == [], "the first of a group was prefilled behind the system prefix alone"

@@ -1,10 +1,11 @@
-"""Warmed passages are found in the text that a framework made of them, and only those."""
+"""Parts of warmed passages are found in the text that a framework made of them, and only those."""
 
 from __future__ import annotations
 
-import re
+import json
 import sqlite3
 import threading
+import unicodedata
 import zlib
 from contextlib import closing
 from difflib import SequenceMatcher
@@ -12,119 +13,49 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method, open_store
-from qcfuse_rag.prompts import recognition
-from qcfuse_rag.prompts.recognition import (
-    ANCHOR,
-    PIECES,
-    PassageMatch,
-    PassageSignature,
-    find_passages,
-    passage_signature,
-)
+from qcfuse_rag.prompts import passage_index
+from qcfuse_rag.prompts.alignment import MIN_RUN
+from qcfuse_rag.prompts.passage_blocks import TokenisedText, blocks_of
+from qcfuse_rag.prompts.passage_index import MOST_ALIKE, StoredRun
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.store.chunk import RANKING, ChunkKV, slice_chunk, to_format
-from qcfuse_rag.store.key import BLIND, FRAMED, ChunkKey
+from qcfuse_rag.store.documents.passage_rows import PassageRows
+from qcfuse_rag.store.key import BLIND, FRAMED, ChunkKey, hash_ids
 from tests.support import references
 from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
-SEED = 7
 QCFUSE, ALL = make_method("qcfuse", ratio=0.3, base=FRAMED), make_method("random", ratio=1.0, base=FRAMED)
 LINES = "Opening hours\n\n  Monday\t9-12\n  Tuesday\tclosed\n\nThe harbour office is in the old customs house."
-
-
-def by_anchor(passages: list[str]) -> dict[int, list[PassageSignature]]:
-    known: dict[int, list[PassageSignature]] = {}
-    for passage in passages:
-        signature = passage_signature(passage, SEED)
-        if signature is not None:
-            known.setdefault(signature.anchor, []).append(signature)
-    return known
-
-
-def find(text: str, passages: list[str]) -> list[PassageMatch]:
-    known = by_anchor(passages)
-    return find_passages(text, SEED, lambda anchor: known.get(anchor, []))
-
-
-def find_by_words(text: str, passages: list[str]) -> list[PassageMatch]:
-    """Find passages by comparing all their words at every place; of equally long ones the first given."""
-    atoms = [piece for piece in PIECES.finditer(text) if piece[1] is None]
-    said = [piece[0] for piece in atoms]
-    wanted = [[piece[0] for piece in PIECES.finditer(passage) if piece[1] is None] for passage in passages]
-    found, at = list[PassageMatch](), 0
-    while at < len(said):
-        fits = [i for i, p in enumerate(wanted) if len(p) >= ANCHOR and said[at : at + len(p)] == p]
-        if fits:
-            longest = max(fits, key=lambda i: len(wanted[i]))
-            last = at + len(wanted[longest])
-            found.append(PassageMatch(atoms[at].start(), atoms[last - 1].end(), passages[longest]))
-            at = last
-        else:
-            at += 1
-    return found
-
-
-words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
-texts = st.lists(words, min_size=ANCHOR, max_size=60).map(" ".join)
-
-
-HEADS = (
-    "Example Corporation: all rights reserved, copyright notice, page number",
-    " ".join("ab" * 7),
-    " ".join("a" * 13),
+LONG = "\n".join([*PASSAGES, LINES, *(passage.replace("mill", "barn") for passage in PASSAGES)])
+CURLY = (
+    "Orla\u2019s ferry \u2013 the \u201cM\u00f6we\u201d \u2013 leaves at \uff17 o\u2019clock, \ufb01ve minutes "
+    "after the \ufb01rst bus\u2026 Nobody may board without a ticket, and the crew\u2019s dog sleeps on the deck."
 )
-"""What many pages begin with, the last two also in the midst of it."""
-gaps = st.sampled_from([" ", "\n", "\\n  "])
-tails = st.lists(st.sampled_from(["a", "b", "é", ";"]), max_size=8).map(" ".join)
-pages = st.builds(lambda head, tail, gap: f"{head} {tail}".replace(" ", gap), st.sampled_from(HEADS), tails, gaps)
+CHINESE = "这座桥建于一九二三年，连接老城和港口。桥上有三盏灯，每天傍晚六点点亮。守桥人住在北岸的小屋里，名叫李文。"
+JAPANESE = "この橋は一九二三年に建てられ、旧市街と港を結んでいる。橋には三つの灯りがあり、毎晩六時に点灯する。"
 
 
-@given(st.data())
-def test_of_pages_that_begin_alike_those_are_found_whose_every_word_stands_there(data: st.DataObject) -> None:
-    passages = data.draw(st.lists(pages, min_size=1, max_size=8))
-    text = data.draw(st.lists(st.one_of(st.sampled_from(passages), pages, tails), max_size=8).map(" ".join))
-    text = text[: data.draw(st.integers(0, len(text)))]
-    assert find(text, passages) == find_by_words(text, passages)
+def find(engine: FusionEngine, text: str) -> list[StoredRun]:
+    ids, offsets = engine.prompts.tokens.encode(text)
+    return engine.corpus.index.find(text, ids, offsets)
 
 
-def test_pages_that_begin_alike_are_not_tried_one_by_one() -> None:
-    passages = [f"{HEADS[0]} {number} " + "x " * (number % 3) for number in range(300)]
-    known, asked, named = by_anchor(passages), list[int](), list[str]()
-
-    def of(anchor: int) -> list[PassageSignature]:
-        asked.append(anchor)
-        return known.get(anchor, [])
-
-    def name(digest: str) -> str:
-        named.append(digest)
-        return digest
-
-    text = f"{HEADS[0]} none.\n" * 5 + passages[7]
-    assert [found.text for found in find_passages(text, SEED, of, name)] == [passages[7]]
-    assert len(named) <= 6 * 3, "one for each length at each place"
-    assert [asked.count(anchor) for anchor in known] == [1]
+def share(engine: FusionEngine, text: str, passage: str) -> float:
+    """Return how much of a passage that stands in a text is found, by tokens."""
+    found = sum(run.stop - run.start for run in find(engine, f"Context:\n{text}\nQuestion?"))
+    return found / len(engine.prompts.tokens.ids(passage))
 
 
-def test_what_passages_are_known_by_is_what_stores_have_kept() -> None:
-    own, other = (
-        passage_signature(PASSAGES[0], SEED),
-        passage_signature("Die Fähre 'Möwe' \\n läuft\tum 7 Uhr aus; 海港 liegt im Norden.\n", SEED),
-    )
-    assert own is not None
-    assert other is not None
-    assert (own.anchor, own.atoms, own.name) == (-1609495418946347143, 21, "b755c304999bc534f1a5df956494906c")
-    assert (other.anchor, other.atoms, other.name) == (5884275364728671247, 16, "8ba046f5c6aa6463e231e06b42069f1b")
-
-
-@given(passage=texts, before=st.sampled_from(["", "Context:\n", "- ", "['"]), behind=st.sampled_from(["", "\n", "']"]))
-def test_a_passage_is_found_wherever_it_stands(passage: str, before: str, behind: str) -> None:
-    found = find(f"{before} {passage.strip()} {behind}", [passage])
-    assert [match.text for match in found] == ([] if passage_signature(passage, SEED) is None else [passage])
+@pytest.fixture
+def engine(llama: LanguageModel) -> FusionEngine:
+    engine = FusionEngine(llama, MemoryStore(), method=QCFUSE)
+    engine.warm([*PASSAGES, LINES], sources=["ferry", "hull", "mill", "office"])
+    return engine
 
 
 @pytest.mark.parametrize(
@@ -134,28 +65,145 @@ def test_a_passage_is_found_wherever_it_stands(passage: str, before: str, behind
         "\r\n".join([*PASSAGES, LINES]).replace("\n", "\r\n"),
         "\n".join(f"    {line}" for text in [*PASSAGES, LINES] for line in text.splitlines()),
         str([*PASSAGES, LINES]),
-        '{"context": "' + " ".join([*PASSAGES, LINES]) + '"}',
+        json.dumps({"context": " ".join([*PASSAGES, LINES])}),
     ],
     ids=["joined", "windows", "indented", "printed as a list", "quoted"],
 )
-def test_frameworks_may_strip_join_indent_and_quote(joined: str) -> None:
-    assert [found.text for found in find(f"Read this.\n{joined}\nWho?", [*PASSAGES, LINES])] == [*PASSAGES, LINES]
+def test_frameworks_may_strip_join_indent_and_quote(engine: FusionEngine, joined: str) -> None:
+    found = find(engine, f"Read this.\n{joined}\nWho?")
+    warmed = [engine.prompts.chunk_ids(text) for text in [*PASSAGES, LINES]]
+    assert {run.part.ids_hash for run in found} == set(map(hash_ids, warmed))
+    assert sum(run.stop - run.start for run in found) > 0.8 * sum(map(len, warmed))
 
 
-def test_a_changed_word_is_another_text() -> None:
-    changed = PASSAGES[0].replace("Orla", "Oda")
-    assert find(f"{changed}\n\n{PASSAGES[1]}", PASSAGES) == find(f"{changed}\n\n{PASSAGES[1]}", PASSAGES[1:])
+HALF = len(LONG) // 2
+CUTS = {
+    "whole": (LONG, 1.0),
+    "its end": (LONG[HALF:], 0.75),
+    "its beginning": (LONG[:HALF], 0.75),
+    "its middle": (LONG[HALF // 2 : HALF + HALF // 2], 0.7),
+    "one word changed": (LONG.replace("Orla", "Oda"), 0.75),
+    "a sentence put in": (LONG.replace("\n", "\nNobody knows who had the idea for that. ", 1), 0.75),
+    "without a sentence": (LONG.replace(PASSAGES[1], ""), 0.75),
+    "with a header": (f"file: ferry.md\npage: 3\n\n{LONG}", 0.9),
+}
 
 
-def test_short_passages_are_not_looked_for() -> None:
-    assert passage_signature("Yes, at noon.", SEED) is None
+@pytest.mark.parametrize(("text", "least"), CUTS.values(), ids=CUTS)
+def test_what_is_left_of_a_passage_is_found(llama: LanguageModel, text: str, least: float) -> None:
+    engine = make_warmed_engine(llama, texts=[LONG])
+    left = text if len(text) < len(LONG) else LONG
+    assert share(engine, text, left) >= least
 
 
-@pytest.fixture
-def engine(llama: LanguageModel) -> FusionEngine:
-    engine = FusionEngine(llama, MemoryStore(), method=QCFUSE)
-    engine.warm([*PASSAGES, LINES], sources=["ferry", "hull", "mill", "office"])
-    return engine
+def test_a_parent_is_found_by_its_children(llama: LanguageModel) -> None:
+    engine = make_warmed_engine(llama, texts=[f"file: a.md\n\n{text}" for text in [*PASSAGES, LINES]])
+    parent = " ".join([*PASSAGES, LINES])
+    assert share(engine, f"file: a.md\n\n{parent}", parent) > 0.75
+
+
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        lambda text: text.translate({0x2019: "'", 0x2013: "-", 0x201C: '"', 0x201D: '"'}),
+        lambda text: unicodedata.normalize("NFKC", text),
+        lambda text: unicodedata.normalize("NFD", text),
+        lambda text: text.replace(" ", "\n"),
+        lambda text: json.dumps(text)[1:-1],
+    ],
+    ids=["quotes and dashes", "NFKC", "decomposed", "gaps", "JSON"],
+)
+def test_what_clients_rewrite_is_the_same_text(llama: LanguageModel, rewrite: object) -> None:
+    """Tokens that a client changed are computed; those beside them are not."""
+    rewritten = rewrite(CURLY)  # type: ignore[operator]
+    for warmed, asked in ((CURLY, rewritten), (rewritten, CURLY)):
+        engine = make_warmed_engine(llama, texts=[warmed])
+        ids = [engine.prompts.tokens.ids(text) for text in (warmed, asked)]
+        blocks = SequenceMatcher(None, *ids, autojunk=False).get_matching_blocks()
+        equal = sum(block.size for block in blocks if block.size >= MIN_RUN)
+        assert sum(run.stop - run.start for run in find(engine, f"Context:\n{asked}\n?")) > 0.6 * equal - MIN_RUN
+
+
+@pytest.mark.parametrize("text", [CHINESE, JAPANESE], ids=["Chinese", "Japanese"])
+def test_scripts_without_spaces_are_read_by_characters(llama: LanguageModel, text: str) -> None:
+    engine = make_warmed_engine(llama, texts=[text])
+    assert share(engine, text, text) > 0.9
+    cut = text[len(text) // 3 :]
+    assert share(engine, cut, cut) > 0.5
+
+
+def test_edges_of_white_space_make_no_other_passage(llama: LanguageModel) -> None:
+    engine = make_warmed_engine(llama, texts=PASSAGES)
+    for text in (f"{PASSAGES[0]}\n", f"\n \n{PASSAGES[0]} \n\n", f"{PASSAGES[0]}\t"):
+        assert engine.warm([text]).warmed == 0
+        assert engine.prompt(QUESTION, [text]).ids == engine.prompt(QUESTION, PASSAGES[:1]).ids
+    assert engine.warm([f"  {PASSAGES[0]}"]).warmed > 0, "indentation is text"
+
+
+pieces = st.sampled_from([*PASSAGES, LINES, CURLY, CHINESE])
+changes = st.sampled_from(
+    [
+        str,
+        lambda text: text[len(text) // 5 :],
+        lambda text: text[: -len(text) // 4],
+        lambda text: text.replace("the", "a", 1),
+        lambda text: unicodedata.normalize("NFKC", text),
+        lambda text: text.replace(" ", "  "),
+        json.dumps,
+    ]
+)
+texts = st.lists(st.builds(lambda change, piece: change(piece), changes, pieces), max_size=6).map("\n".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=texts)
+def test_whatever_is_found_are_the_stored_tokens(text: str, known: FusionEngine) -> None:
+    chunks = {hash_ids(ids): ids for ids in map(known.prompts.chunk_ids, [*PASSAGES, LINES, CURLY, CHINESE])}
+    ids, end = known.prompts.tokens.ids(text), 0
+    for run in find(known, text):
+        stored = chunks[run.part.ids_hash]
+        assert run.part.n_tokens == len(stored)
+        assert stored[run.part.start :][: run.stop - run.start] == ids[run.start : run.stop]
+        assert end <= run.start, "no token is in two parts"
+        end = run.stop
+
+
+@pytest.fixture(scope="module")
+def known(llama: LanguageModel) -> FusionEngine:
+    return make_warmed_engine(llama, texts=[*PASSAGES, LINES, CURLY, CHINESE])
+
+
+HEAD = "Example Corporation: all rights reserved, copyright notice, page number"
+
+
+def test_pages_that_begin_alike_are_not_tried_one_by_one(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [f"{HEAD} {number} " + f"{PASSAGES[number % 3]} {number * 7919} x" for number in range(3 * MOST_ALIKE)]
+    engine = make_engine(llama, MemoryStore())
+    [*keys] = (engine.corpus.keys(engine.prompts.chunk_ids(page), [BLIND])[0] for page in pages)
+    engine.corpus.index.add([(page, key, False) for page, key in zip(pages, keys, strict=True)])
+    read, row = list[int](), PassageRows.row
+    monkeypatch.setattr(PassageRows, "row", lambda self, number: read.append(number) or row(self, number))
+    text = "\n".join([*(f"{HEAD} none." for _ in range(5)), pages[7]])
+    found = find(engine, text)
+    assert sum(run.stop - run.start for run in found if run.part.ids_hash == keys[7].ids) > 0.5 * len(
+        engine.prompts.chunk_ids(pages[7])
+    )
+    assert len(read) <= 6 * MOST_ALIKE
+
+
+def test_what_passages_are_known_by_is_what_stores_have_kept() -> None:
+    text = "Die Fähre 'Möwe' \\n läuft\tum 7 Uhr aus; 海港 liegt im Norden.\n"
+    blocks = blocks_of(TokenisedText.of(text, range(len(text)), [(i, i + 1) for i in range(len(text))]), 0, 17, 7)
+    assert blocks is not None
+    assert blocks.to_bytes().hex() == STORED
+
+
+STORED = "000000003c000000f6b8f6420000000010013a00010070c1647c151476fdf41bb18842036fd8"
+
+
+def test_short_passages_are_not_looked_for(engine: FusionEngine) -> None:
+    engine.warm(["Yes, at noon."])
+    assert find(engine, "Yes, at noon. Yes, at noon. Yes, at noon.") == []
 
 
 def flat(passages: list[str]) -> str:
@@ -174,7 +222,8 @@ def test_the_ids_are_those_of_the_models_own_pipeline(engine: FusionEngine) -> N
     for span in (*engine.prompt_from_text(turns).chunks, *engine.prompt_from_text(text).chunks):
         part = span.segment.part
         assert part is not None
-        assert part.ids[part.start : part.start + len(span)] == span.segment.ids
+        [ids] = (ids for ids in map(engine.prompts.chunk_ids, [*PASSAGES, LINES]) if hash_ids(ids) == part.ids_hash)
+        assert ids[part.start : part.start + len(span)] == span.segment.ids
 
 
 def test_passages_in_a_flat_prompt_are_reused(engine: FusionEngine) -> None:
@@ -200,7 +249,7 @@ def test_reused_parts_are_the_stored_tokens_at_their_places(engine: FusionEngine
     for span in prompt.chunks:
         part = span.segment.part
         assert part is not None
-        key = FRAMED.key(engine.lm.fingerprint, prompt.prefix_ids, part.ids)
+        key = FRAMED.key(engine.lm.fingerprint, prompt.prefix_ids, part.ids_hash)
         chunk = engine.store.get(key)
         assert isinstance(chunk, ChunkKV)
         stored = chunk.layer(1, part.start, part.start + len(span))[1]
@@ -257,8 +306,8 @@ def test_a_passage_that_lost_its_last_source_before_it_is_noted_is_not_recognise
     text = "The lock is closed from ten at night; ask for its keeper at the small office by the bridge."
     [key] = engine.corpus.keys(engine.prompts.chunk_ids(text), [BLIND])
     for needs_source, found in ((True, 0), (False, 1)):
-        engine.corpus.signatures.add([(text, key, needs_source)])
-        assert len(engine.corpus.signatures.find(text)) == found
+        engine.corpus.index.add([(text, key, needs_source)])
+        assert len(find(engine, text)) == found
 
 
 def test_the_shortest_run_of_equal_tokens_that_is_worth_a_read_is_read(
@@ -266,7 +315,7 @@ def test_the_shortest_run_of_equal_tokens_that_is_worth_a_read_is_read(
 ) -> None:
     longest = max(map(len, engine.prompt_from_text(flat(PASSAGES[:1])).chunks))
     for fewest, found in ((longest, 1), (longest + 1, 0)):
-        monkeypatch.setattr(recognition, "MIN_RUN", fewest)
+        monkeypatch.setattr(passage_index, "MIN_TOKENS", fewest)
         assert len(engine.prompt_from_text(flat(PASSAGES[:1])).chunks) == found
 
 
@@ -311,24 +360,36 @@ def test_two_wordings_over_one_store_do_not_take_each_others_passages(llama: Lan
 def test_no_text_is_kept(llama: LanguageModel, tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         engine = make_engine(llama, store)
-        engine.warm(PASSAGES, sources=["a", "b", "c"])
+        engine.warm([*PASSAGES, CURLY], sources=["a", "b", "c", "d"])
         engine.prompt_from_text(flat(PASSAGES))
         engine.close()
-    rows = sqlite3.connect(tmp_path / "sources.db").execute("SELECT gaps FROM located").fetchall()
-    gaps = b"".join(zlib.decompress(row[0]) for row in rows)
-    assert len(rows) == 3
-    assert re.fullmatch(rb"[\s\0]*", gaps)
+    rows = sqlite3.connect(tmp_path / "sources.db").execute("SELECT gaps FROM recognised").fetchall()
+    assert len(rows) == 4
+    for row in rows:
+        gaps, undo = json.loads(zlib.decompress(row[0]))
+        assert not gaps.replace("\0", "").strip()
+        assert "".join(written for *_, written in undo).isalpha() is False
     kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    for word in ("captain", "Orla", "council", "paint"):
+    for word in ("captain", "Orla", "council", "paint", "ticket"):
         assert word.encode() not in kept
 
 
-@pytest.mark.parametrize("values", ["atoms = 'x'", "gaps = X'8080'", "gaps = 'text'", "name = X'80'", "gaps = NULL"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        "blocks = 'x'",
+        "blocks = X'8080'",
+        "blocks = zeroblob(54)",
+        "ids = X'80'",
+        "ids = 7",
+        "gaps = NULL",
+    ],
+)
 def test_values_that_others_wrote_recognise_nothing(llama: LanguageModel, tmp_path: Path, values: str) -> None:
     with open_store(tmp_path) as store:
         engine = make_warmed_engine(llama, store)
         with closing(sqlite3.connect(tmp_path / "sources.db")) as database, database:
-            database.execute(f"UPDATE located SET {values}")
+            database.execute(f"UPDATE recognised SET {values}")
         assert engine.prompt_from_text(flat(PASSAGES)).chunks == ()
 
 

@@ -50,10 +50,10 @@ async def test_what_is_not_stored_is_told_as_it_is(engine: FusionEngine, caplog:
 async def test_clients_are_not_told_where_a_manifest_is(
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def away(text: str) -> None:
+    def away(*text: object) -> None:
         raise StoreError("cannot open /srv/kv/sources.db: unable to open database file")
 
-    monkeypatch.setattr(engine.corpus.signatures, "find", away)
+    monkeypatch.setattr(engine.corpus.index, "find", away)
     async with serving(engine) as http:
         response = await ask(http, documents=None)
     assert response.json()["fusion"]["fallback"] == "no passages were looked for"

@@ -136,7 +136,7 @@ def test_a_tenant_does_not_count_what_others_have_or_restrict(
     first, other = make_engine(llama, alice), make_engine(llama, bob)
     first.warm(PASSAGES[:1], sources=["a"])
     other.warm(PASSAGES[1:], sources=["b"] * len(PASSAGES[1:]), access={"b": "board"})
-    assert (first.corpus.signatures.count(), other.corpus.signatures.count()) == (1, len(PASSAGES[1:]))
+    assert (first.corpus.index.count(), other.corpus.index.count()) == (1, len(PASSAGES[1:]))
     assert (first.corpus.open_sources().has_restricted(), other.corpus.open_sources().has_restricted()) == (False, True)
 
 

@@ -37,7 +37,7 @@ from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
-from qcfuse_rag.store.key import FRAMED, Base
+from qcfuse_rag.store.key import FRAMED, Base, hash_ids
 from tests.support.passages import PASSAGES
 
 METHOD = make_method("qcfuse", ratio=0.15, base=FRAMED)
@@ -97,7 +97,8 @@ def capture(engine: FusionEngine, groups: Iterable[Sequence[str]], **options: An
 def slots_of(engine: FusionEngine, text: str, kind: SlotKind = "variant") -> list[Slot]:
     """Return the slots of a passage that have an entry."""
     ids = engine.prompts.chunk_ids(text)
-    return filled_slots(engine.store, kind, 20, engine.lm.fingerprint, engine.prompts.prefix_ids, ids)
+    prefix_ids = engine.prompts.prefix_ids
+    return filled_slots(engine.store, kind, 20, engine.lm.fingerprint, prefix_ids, hash_ids(ids), len(ids))
 
 
 def answer_of(engine: FusionEngine, prompt: Prompt, text: str, method: str = "full") -> TextStream:

@@ -150,7 +150,9 @@ class _CaptureJob:
 
     def _filled(self, kind: SlotKind, ids: Ids) -> list[Slot]:
         target = self._target
-        return filled_slots(target.store, kind, self._slots, target.lm.fingerprint, target.prefix_ids, ids)
+        return filled_slots(
+            target.store, kind, self._slots, target.lm.fingerprint, target.prefix_ids, hash_ids(ids), len(ids)
+        )
 
     def _put(self, kind: SlotKind, origins: Sequence[Ids], chunk: ChunkKV, saved_ms: float) -> None:
         """Write a capture of the last origin into one of its slots."""

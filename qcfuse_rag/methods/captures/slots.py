@@ -19,9 +19,10 @@ from torch import Tensor
 
 from qcfuse_rag.fusion.state import PlacementContext
 from qcfuse_rag.models.fingerprint import Fingerprint
+from qcfuse_rag.prompts.segments import Segment
 from qcfuse_rag.store.backends.base import KVStore, Miss, check_entry
 from qcfuse_rag.store.chunk import KINDS, Blocks, ChunkKV
-from qcfuse_rag.store.key import Base, ChunkKey, hash_ids
+from qcfuse_rag.store.key import Base, ChunkKey
 from qcfuse_rag.store.quantization import LOSSLESS
 
 SlotKind = Literal["variant", "difference", "patch"]
@@ -68,7 +69,7 @@ class Slot:
 
 
 def slot_key(
-    kind: SlotKind, number: int, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]
+    kind: SlotKind, number: int, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...] | str
 ) -> ChunkKey:
     """Return the key of a chunk's slot, from 0."""
     return Base(f"{kind}-{number}", after_prefix=True).key(fingerprint, prefix_ids, ids)
@@ -80,7 +81,8 @@ def filled_slots(
     slots: int,
     fingerprint: Fingerprint,
     prefix_ids: tuple[int, ...],
-    ids: tuple[int, ...],
+    ids_hash: str,
+    n_tokens: int,
 ) -> list[Slot]:
     """Return which of so many slots of a chunk have an entry, by number; evictions leave gaps.
 
@@ -88,36 +90,38 @@ def filled_slots(
     """
     filled = []
     for number in range(slots):
-        key = slot_key(kind, number, fingerprint, prefix_ids, ids)
+        key = slot_key(kind, number, fingerprint, prefix_ids, ids_hash)
         entry = store.open(store.address(key))
         if isinstance(entry, Miss):
             continue
         chunk = entry[1]
         context = context_of(chunk)
-        if context is not None and chunk.n_tokens == len(ids):
+        if context is not None and chunk.n_tokens == n_tokens:
             filled.append(Slot(number, key, chunk, context))
     return filled
 
 
 def slots_at(context: PlacementContext, kind: SlotKind, slots: int) -> list[Slot]:
     """Return the filled slots of the chunk that stands at a place of a prompt; see `filled_slots`."""
-    ids = context.span.segment.stored_ids
-    return filled_slots(context.store, kind, slots, context.lm.fingerprint, context.prompt.prefix_ids, ids)
+    segment, prefix_ids = context.span.segment, context.prompt.prefix_ids
+    n_tokens = len(segment.ids) if segment.part is None else segment.part.n_tokens
+    return filled_slots(context.store, kind, slots, context.lm.fingerprint, prefix_ids, segment.ids_hash, n_tokens)
 
 
 def predecessors(context: PlacementContext) -> Context:
     """Return the hashes of the chunks in front of a place of a prompt, in order."""
-    return tuple(hash_ids(ids) for ids in _chunks_before(context))
+    return tuple(segment.ids_hash for segment in _chunks_before(context))
 
 
 def follows_system_prefix(context: PlacementContext) -> bool:
     """Return whether only the system prefix and chunks stand before a place, as where slots are captured."""
-    before = itertools.chain(context.prompt.prefix_ids, *_chunks_before(context))
-    return context.prompt.ids[: context.span.start] == tuple(before)
+    before = _chunks_before(context)
+    ids = itertools.chain(context.prompt.prefix_ids, *(segment.ids for segment in before))
+    return context.prompt.ids[: context.span.start] == tuple(ids) and not any(segment.is_cut for segment in before)
 
 
-def _chunks_before(context: PlacementContext) -> list[tuple[int, ...]]:
-    return [span.segment.stored_ids for span in context.prompt.chunks if span.stop <= context.span.start]
+def _chunks_before(context: PlacementContext) -> list[Segment]:
+    return [span.segment for span in context.prompt.chunks if span.stop <= context.span.start]
 
 
 def slot_to_write(filled: Sequence[Slot], context: Context, slots: int, worth: Callable[[Slot], float]) -> int:

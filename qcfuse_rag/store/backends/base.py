@@ -164,7 +164,12 @@ class KVStore(ABC):
     @property
     def encrypted(self) -> bool:
         """Whether entries outside of this process's memory are encrypted."""
-        return any(tier.encrypted for tier in self.tiers if tier is not self)
+        return bool(self.secret)
+
+    @property
+    def secret(self) -> bytes:
+        """The secret that encrypts these entries; empty if they are not encrypted."""
+        return next((tier.secret for tier in self.tiers if tier is not self and tier.secret), b"")
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:  # noqa: B027 - a store with one tier has nothing to do
         """Start copying entries to the nearest tier; returns at once. Does nothing if there is only one tier."""
@@ -197,8 +202,8 @@ class EntryStore(KVStore):
         self._lock = threading.Lock()
 
     @property
-    def encrypted(self) -> bool:
-        return self.cipher is not None
+    def secret(self) -> bytes:
+        return b"" if self.cipher is None else self.cipher.secret
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk, whose blocks are checked when they are used, or why there is none."""

@@ -6,7 +6,7 @@ source. Entries that nobody wants any more are marked in the manifest, then remo
 The manifest is `sources.db` beside the entries. `chunks` says which source has which entry; `passage` names a passage
 under whatever base it is stored. `derived` says which passages (`origin`) an entry was computed from. `unwanted` lists
 the entries to remove, `gone` those removed, `lost` the passages that lost their last source. `access` holds the tags of
-restricted sources, `located` what passages are recognised by in a text.
+restricted sources, `recognised` what passages are recognised by in a text (`passage_rows`).
 
 Access control: no cache carries a passage that a reader of the cache's own text must not see. An enriched or captured
 cache carries something of the passages it was prefilled behind, so it may be built on another passage only if everybody
@@ -99,14 +99,14 @@ CREATE INDEX IF NOT EXISTS derived_by_passage ON derived (passage);
 CREATE VIEW IF NOT EXISTS readers AS
 SELECT DISTINCT passage, COALESCE(tag, '') AS tag FROM chunks LEFT JOIN access USING (source);
 
-CREATE TABLE IF NOT EXISTS located (
-    name TEXT, anchor INTEGER, atoms INTEGER, gaps BLOB, passage TEXT, PRIMARY KEY (name, passage)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS located_by_anchor ON located (anchor);
-CREATE INDEX IF NOT EXISTS located_by_passage ON located (passage);
-CREATE TRIGGER IF NOT EXISTS no_longer_located AFTER DELETE ON chunks
+DROP TRIGGER IF EXISTS no_longer_located;
+DROP TABLE IF EXISTS located;
+CREATE TABLE IF NOT EXISTS recognised (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, passage TEXT UNIQUE, owner INTEGER, ids BLOB, blocks BLOB, gaps BLOB
+);
+CREATE TRIGGER IF NOT EXISTS no_longer_recognised AFTER DELETE ON chunks
 WHEN NOT EXISTS (SELECT 1 FROM chunks WHERE passage = OLD.passage)
-BEGIN DELETE FROM located WHERE passage = OLD.passage; END;
+BEGIN DELETE FROM recognised WHERE passage = OLD.passage; END;
 """
 
 JOURNAL_ROWS = 100_000
@@ -218,7 +218,7 @@ def _open_manifest(path: Path | None) -> tuple[sqlite3.Connection, sqlite3.Conne
         immutable = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
         database = _connect(immutable)
         try:
-            database.execute("SELECT 1 FROM located LIMIT 1")  # the last table of the schema
+            database.execute("SELECT 1 FROM recognised LIMIT 1")  # the last table of the schema
         except sqlite3.Error:
             raise error from None
         return database, _connect(immutable), False
