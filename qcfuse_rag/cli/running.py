@@ -121,10 +121,10 @@ def sources_line(sources: Iterable[str]) -> str:
 
 
 def summary_line(report: FusionReport) -> str:
-    """Return one line on a fused prefill: method, tokens computed, bytes loaded, and time to the first token."""
+    """Return one line on a fused prefill: method, tokens computed, bytes loaded, time to the first token, and reuse."""
     label = f"{report.method}, ratio {report.ratio:g}: " if report.base else f"{report.method}: "
     line = (
         f"{label}computed {report.rows:,} of {report.prompt_tokens:,} tokens ({report.work:.0%} over all layers), "
         f"loaded {size(report.bytes_loaded)}, first token after {report.timings.ttft_s:.2f} s"
     )
-    return f"{line}; {report.fallback}" if report.fallback else line
+    return f"{line}; {report.reuse}"

@@ -16,6 +16,7 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.config import EngineConfig, VerdictPolicy, warn_caller
 from qcfuse_rag.engine.corpus import Corpus, SystemPrefixes
 from qcfuse_rag.engine.first_passes import measure_recorded_pass, run_first_passes
+from qcfuse_rag.engine.reuse_monitor import ReuseMonitor
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import PartRows, Parts, Prefilled, answer_room, complete, fuse_in_parts
@@ -100,7 +101,7 @@ class FusionEngine:
         self.runner.free_memory = self.prefixes.clear
         self.verdict: Verdict | None = None
         self._shadow: Shadow | None = None
-        self._observers: tuple[Callable[[FusionReport], None], ...] = ()
+        self._observers: tuple[Callable[[FusionReport], None], ...] = (ReuseMonitor(self.corpus.index.count).note,)
 
     @classmethod
     def load(

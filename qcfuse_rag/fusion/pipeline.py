@@ -17,7 +17,14 @@ from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.lookup import LookupPlan, Lookups, plan_lookups
 from qcfuse_rag.fusion.method import Method, PassStart
 from qcfuse_rag.fusion.prefix_cache import PrefixLease
-from qcfuse_rag.fusion.report import FusionReport, Timings, describe_limit, describe_misses
+from qcfuse_rag.fusion.report import (
+    LONG_TEXT,
+    FusionReport,
+    Timings,
+    describe_limit,
+    describe_misses,
+    describe_unrecognised,
+)
 from qcfuse_rag.fusion.selectors import Selection, check_selection, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.prompts.segments import Prompt
@@ -343,6 +350,8 @@ def _report(
     fused: FusedPrompt, method: Method, recomputed: list[int], candidate_tokens: int, timings: Timings
 ) -> FusionReport:
     prompt, unstored, recomputed_tokens = fused.prompt, int((~fused.known).sum()), len(recomputed)
+    stored = [span for span in prompt.chunks if bool(fused.known[span.start])]
+    unrecognised = prompt.long_text(LONG_TEXT, fused.prefix_tokens) if prompt.searched else 0
     return FusionReport(
         method=method.name,
         base=method.base.name if method.base else None,
@@ -358,7 +367,12 @@ def _report(
         lookups=tuple(fused.lookups),
         bytes_loaded=fused.bytes_loaded,
         timings=timings,
-        fallback=describe_misses(fused.lookups) or (prompt.note if method.base is not None else None),
+        fallback=describe_misses(fused.lookups)
+        or (None if method.base is None else prompt.note or describe_unrecognised(unrecognised)),
+        passages=len(prompt.passages),
+        passages_reused=len({span.segment.ids_hash for span in stored}),
+        stored_tokens=sum(map(len, stored)),
+        unrecognised_tokens=unrecognised,
     )
 
 

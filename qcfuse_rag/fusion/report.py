@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -18,6 +19,8 @@ class Lookup:
         reason: why they were not reused, or None.
         note: how an adapter changed them, or None.
         exact: whether the reused keys and values are those of full prefill, so that nothing needs recomputing.
+        passage: the number of its passage among those of the prompt, the same for all parts of one; None for the
+            system prefix.
     """
 
     role: str
@@ -27,6 +30,7 @@ class Lookup:
     reason: str | None
     note: str | None = None
     exact: bool = False
+    passage: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,10 @@ class FusionReport:
         predicted_s: seconds to the first token that the costs of the method's guard predict for what was done, to be
             compared with `timings.ttft_s` less `timings.others_s`; None without a guard, and if it was not asked.
         answer_limit: why the answer may have fewer tokens than were asked for; None if it may have all.
+        passages: passages that were given, or of which parts were recognised in the text.
+        passages_reused: how many of these the store had.
+        stored_tokens: how many of their tokens it had.
+        unrecognised_tokens: tokens of other long texts, if the prompt was searched for passages.
     """
 
     method: str
@@ -106,6 +114,19 @@ class FusionReport:
     predicted_s: float | None = None
     prefix_tokens: int = 0
     answer_limit: str | None = None
+    passages: int = 0
+    passages_reused: int = 0
+    stored_tokens: int = 0
+    unrecognised_tokens: int = 0
+
+    @property
+    def reuse(self) -> str:
+        """One line on what was reused, and why the rest was not."""
+        tokens = f"{self.stored_tokens:,} of {self.context_tokens:,} tokens"
+        passages = f"{self.passages_reused} of {self.passages} passages reused, {tokens}"
+        parts = [passages if self.passages else "no passages"]
+        parts += [f"{self.prefix_tokens:,} tokens continued"] if self.prefix_tokens else []
+        return "; ".join(filter(None, [", ".join(parts), self.fallback]))
 
     @property
     def work(self) -> float:
@@ -121,7 +142,7 @@ class FusionReport:
         """Return plain data for JSON."""
         data = asdict(self)
         data["timings"]["ttft_s"] = self.timings.ttft_s
-        return data
+        return {**data, "reuse": self.reuse}
 
 
 WINDOW_ENDS = "no more fit the context window"
@@ -132,11 +153,25 @@ def describe_limit(room: int, asked: int, reason: str = WINDOW_ENDS) -> str:
     return f"the answer may have {room:,} tokens instead of {asked:,}: {reason}"
 
 
-def describe_misses(lookups: list[Lookup]) -> str | None:
+def describe_misses(lookups: Sequence[Lookup]) -> str | None:
     """Say in one line how many passages were computed in full and why; None if all were found."""
-    missing = [lookup for lookup in lookups if not lookup.hit and lookup.role == "chunk"]
+    passages = [lookup for lookup in lookups if lookup.role == "chunk"]
+    missing = [lookup for lookup in passages if not lookup.hit]
     if not missing:
         return None
-    total = sum(lookup.role == "chunk" for lookup in lookups)
+    counts = [len({lookup.passage for lookup in some}) for some in (missing, passages)]
     reasons = sorted({lookup.reason or "absent" for lookup in missing})
-    return f"{len(missing)} of {total} passages computed in full: {'; '.join(reasons)}"
+    return f"{counts[0]} of {counts[1]} passages computed in full: {'; '.join(reasons)}"
+
+
+LONG_TEXT = 96
+"""Fewest tokens of a text that may be a passage."""
+PASSAGE = 256
+"""Tokens of a usual passage."""
+
+
+def describe_unrecognised(tokens: int) -> str | None:
+    """Say in one line that long texts of a prompt are not in the store; None if there are none."""
+    worth = max(1, round(tokens / PASSAGE))
+    what = f"{worth} passages' worth" if worth > 1 else "a passage's worth"
+    return f"{what} of text, {tokens:,} tokens, is not in the store: never warmed, or changed since" if tokens else None

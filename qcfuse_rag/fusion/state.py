@@ -198,13 +198,14 @@ class FusedPrompt:
 
     def _note(self, span: Span, outcome: AdaptedChunk | Miss) -> PlacedChunk | None:
         """Note the outcome of a lookup; return the chunk to load, or None."""
-        role = str(span.segment.role)
+        role, is_passage = str(span.segment.role), span.segment.role is Role.CHUNK
+        passage = self.prompt.passages.index(span.segment.ids_hash) if is_passage else None
         if isinstance(outcome, AdaptedChunk):
             outcome = self._part_of(span, outcome)
         if isinstance(outcome, Miss):
-            self.lookups.append(Lookup(role, span.start, len(span), False, outcome.reason, None))
+            self.lookups.append(Lookup(role, span.start, len(span), False, outcome.reason, passage=passage))
             return None
-        self.lookups.append(Lookup(role, span.start, len(span), True, None, outcome.note, outcome.exact))
+        self.lookups.append(Lookup(role, span.start, len(span), True, None, outcome.note, outcome.exact, passage))
         self.placed.append(PlacedChunk(span, outcome.chunk, outcome.exact))
         self.known[span.start : span.stop] = True
         return self.placed[-1]

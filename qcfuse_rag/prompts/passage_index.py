@@ -157,11 +157,14 @@ class PassageIndex:
         """Return how many passages can be recognised."""
         return PassageRows(self._sources().manifest).count(self._owner)
 
-    def find(self, text: str, ids: Sequence[int], offsets: Offsets) -> list[StoredRun]:
-        """Return the parts of passages in a text with these tokens, in order; no token is in two of them."""
+    def find(self, text: str, ids: Sequence[int], offsets: Offsets) -> list[StoredRun] | None:
+        """Return the parts of passages in a text with these tokens, in order; no token is in two of them.
+
+        None if there are no passages.
+        """
         table, rows = self._current_table(), PassageRows(self._sources().manifest)
         if not len(table.numbers):
-            return []
+            return None
         whole = TokenisedText.of(text, ids, offsets)
         taken, found = np.zeros(len(whole.atoms), dtype=bool), defaultdict[tuple[str, int], list[Run]](list)
         for number, begin, places in table.places(whole.anchors(self._seed)):

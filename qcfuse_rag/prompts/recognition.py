@@ -22,7 +22,7 @@ from qcfuse_rag.prompts.template import Tool, Turn
 UNSOUGHT = "no passages were looked for"
 """The beginning of a fallback where a text was not searched for passages; the reason follows a colon."""
 
-FindPassages = Callable[[str, Sequence[int], Offsets], list[StoredRun]]
+FindPassages = Callable[[str, Sequence[int], Offsets], list[StoredRun] | None]
 """Returns the parts of warmed passages in a text with its tokens, see `PassageIndex.find`; may raise `StoreError`."""
 
 
@@ -39,8 +39,8 @@ def prompt_from_text(
         raise InvalidTemplate("finished text has no chat template; give messages, or omit chat_template_kwargs")
     builder = builder.with_kwargs(chat_template_kwargs)
     rendered = RenderedText(conversation) if isinstance(conversation, str) else builder.render(conversation, tools)
-    segments, note = text_segments(builder, find, rendered, begin=finished)
-    return Prompt(tuple(segments), prefix_ids=builder.prefix_ids, joined=True, note=note)
+    segments, note, searched = text_segments(builder, find, rendered, begin=finished)
+    return Prompt(tuple(segments), prefix_ids=builder.prefix_ids, joined=True, note=note, searched=searched)
 
 
 def prompt_among_turns(
@@ -55,28 +55,30 @@ def prompt_among_turns(
     """See `PromptBuilder.build`; warmed passages in other turns, of earlier questions and tools, are recognised."""
     if not history and not later:
         return builder.build(question, passages, tools=tools)
-    notes: list[str | None] = []
+    notes, searches = list[str | None](), list[bool]()
 
     def split_text(rendered: RenderedText) -> list[Segment]:
-        segments, note = text_segments(builder, find, rendered)
+        segments, note, searched = text_segments(builder, find, rendered)
         notes.append(note)
+        searches.append(searched)
         return segments
 
     prompt = builder.build(question, passages, history, tools, later, split_text)
-    return replace(prompt, note=next(filter(None, notes), None), joined=True)
+    return replace(prompt, note=next(filter(None, notes), None), joined=True, searched=any(searches))
 
 
 def text_segments(
     builder: PromptBuilder, find: FindPassages, rendered: RenderedText, *, begin: bool = False
-) -> tuple[list[Segment], str | None]:
-    """Return the segments of a text, of which the last is not stored, and why it was not searched for passages, if so.
+) -> tuple[list[Segment], str | None, bool]:
+    """Return the segments of a text, of which the last is not stored, and how it was searched for passages.
 
-    `begin` puts the tokenizer's start token in front.
+    That is why it could not be searched, or None, and whether there was any passage to be found. `begin` puts the
+    tokenizer's start token in front.
     """
-    text, note, runs = rendered.text, None, list[StoredRun]()
+    text, note, runs = rendered.text, None, None
     ids, offsets = builder.tokens.encode_whole(rendered, begin=begin)  # refuses a text that is too long to be searched
     if not ids:  # `Prompt` refuses a prompt of nothing else with the reason
-        return [Segment(Role.TEXT, (), text)], None
+        return [Segment(Role.TEXT, (), text)], None, False
     try:
         runs = find(text, ids, offsets)
     except StoreError as error:
@@ -87,11 +89,11 @@ def text_segments(
 
     segments: list[Segment] = []
     end = 0
-    for run in runs:
+    for run in runs or ():
         stop = min(run.stop, len(ids) - 1)  # the last token must be computed to answer
         if end < run.start:
             segments.append(segment(Role.TEXT, end, run.start))
         if run.start < stop:
             segments.append(segment(Role.CHUNK, run.start, stop, run.part))
         end = stop
-    return [*segments, segment(Role.TEXT, end, len(ids))], note
+    return [*segments, segment(Role.TEXT, end, len(ids))], note, runs is not None

@@ -15,7 +15,7 @@ from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, ChunkKey
+from qcfuse_rag.store.key import BLIND, FRAMED, PRIMED, ChunkKey, hash_ids
 from tests.support.engines import damaged, look_up, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -131,7 +131,7 @@ def test_a_part_behind_the_system_prefix_is_exact_only_from_its_first_token(llam
     prefix_ids, ids = engine.prompts.prefix_ids, engine.prompts.chunk_ids(PASSAGES[0])
     segments = (
         Segment(Role.SYSTEM_PREFIX, prefix_ids, ""),
-        Segment(Role.CHUNK, ids[start:], "", ChunkPart(ids, start)),
+        Segment(Role.CHUNK, ids[start:], "", ChunkPart(hash_ids(ids), len(ids), start)),
         Segment(Role.QUESTION, ids[:4], ""),
     )
     prompt = Prompt(segments, prefix_ids=prefix_ids)

@@ -32,7 +32,7 @@ from tests.support.tool_templates import LOOK_UP, TEMPLATES, teach
 
 def whole_ids(builder: PromptBuilder, rendered: RenderedText, *, begin: bool = False) -> tuple[int, ...]:
     """Return the ids of a text in which no passage was found."""
-    segments, _ = text_segments(builder, lambda *_: [], rendered, begin=begin)
+    segments, *_ = text_segments(builder, lambda *_: [], rendered, begin=begin)
     return tuple(token for segment in segments for token in segment.ids)
 
 

@@ -36,7 +36,7 @@ CURLY = (
     "Orla\u2019s ferry \u2013 the \u201cM\u00f6we\u201d \u2013 leaves at \uff17 o\u2019clock, \ufb01ve minutes "
     "after the \ufb01rst bus\u2026 Nobody may board without a ticket, and the crew\u2019s dog sleeps on the deck."
 )
-CHINESE = "这座桥建于一九二三年，连接老城和港口。桥上有三盏灯，每天傍晚六点点亮。守桥人住在北岸的小屋里，名叫李文。"
+CHINESE = "这座桥建于一九二三年、连接老城和港口。桥上有三盏灯、每天傍晚六点点亮。守桥人住在北岸的小屋里、名叫李文。"
 JAPANESE = "この橋は一九二三年に建てられ、旧市街と港を結んでいる。橋には三つの灯りがあり、毎晩六時に点灯する。"
 
 

@@ -30,7 +30,7 @@ export function showReport(bar, counts, report) {
     const swatch = element("span", { class: `swatch ${part.outcome}`, "aria-hidden": "true" });
     counts.append(...(index ? [", "] : []), element("span", {}, swatch, ` ${count(part.tokens)} ${part.words}`));
   });
-  counts.append(".");
+  counts.append(`; ${report.reuse}.`);
 }
 
 /** Fill a `details` element with an explanation once it is opened. */
