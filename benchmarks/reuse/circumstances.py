@@ -6,7 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
@@ -18,10 +18,8 @@ from benchmarks.reuse.recording import ANSWER_TOKENS, TOP_K, RecordingEngine, Se
 from benchmarks.reuse.with_llama_index import warmed
 from langchain_qcfuse import ChatQCFuse
 from llama_index.llms.qcfuse import QCFuseLLM
-from qcfuse_rag.generation.sampling_params import SamplingParams
+from qcfuse_rag import LanguageModel, SamplingParams, open_store
 from qcfuse_rag.models.fingerprint import fingerprint_model
-from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.factory import open_store
 
 QUESTIONS_UNDER_LOAD = 4
 IN_ANOTHER_PROCESS = """
@@ -100,11 +98,11 @@ def both_frameworks(setting: Setting) -> RecordingEngine:
 def under_load(setting: Setting) -> RecordingEngine:
     """Warm and ask with the guard while another process takes a core."""
     engine = setting.engine(guard=True)
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process, ExitStack() as stack:
+        stack.callback(process.kill)
         engine.warm(setting.texts.values())
         for _ in range(QUESTIONS_UNDER_LOAD):
             _ask(engine, setting)
-        process.kill()
     return engine
 
 

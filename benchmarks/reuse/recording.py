@@ -20,17 +20,19 @@ from pydantic import BaseModel
 from tokenizers.decoders import DecodeStream
 
 from benchmarks.runner import Record
-from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag import (
+    FusionEngine,
+    FusionReport,
+    KVStore,
+    LanguageModel,
+    MemoryStore,
+    Prompt,
+    SamplingParams,
+    WarmSummary,
+)
 from qcfuse_rag.fusion.pipeline import Parts, Prefilled
-from qcfuse_rag.fusion.report import FusionReport
-from qcfuse_rag.generation.sampling_params import SamplingParams
-from qcfuse_rag.ingestion.warm_job import WarmSummary
 from qcfuse_rag.methods import make_method
-from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import as_mapping
-from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.backends.base import KVStore
-from qcfuse_rag.store.backends.memory import MemoryStore
 
 ANSWER_TOKENS, CALL_TOKENS = 24, 96
 TOP_K = 3

@@ -94,7 +94,9 @@ def _history_aware(setting: Setting, chat: ChatQCFuse) -> None:
 
 def _structured(setting: Setting, chat: ChatQCFuse) -> None:
     context = _joined(_warmed(setting, chat).invoke(setting.question))
-    (WORDING | chat.with_structured_output(Holder, max_tokens=CALL_TOKENS)).invoke({"context": context, "input": setting.question})
+    (WORDING | chat.with_structured_output(Holder, max_tokens=CALL_TOKENS)).invoke(
+        {"context": context, "input": setting.question}
+    )
 
 
 def _middleware(setting: Setting, chat: ChatQCFuse) -> None:
