@@ -29,7 +29,7 @@ Key = tuple[str | float | None, ...]
 Record = dict[str, Any]
 BEGINNING = b'{"measures": '
 WIDE_COLUMNS = 200  # least width of a terminal that fits all columns of a table
-WORDS = ("method", "base", "tier", "side", "case", "entry", "operation")  # columns of text, not of figures
+WORDS = ("set-up", "method", "base", "tier", "side", "case", "entry", "operation")  # columns of text, not of figures
 PRINT_JSON = "-"
 
 
