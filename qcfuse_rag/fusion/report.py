@@ -164,8 +164,8 @@ def describe_misses(lookups: Sequence[Lookup]) -> str | None:
     return f"{counts[0]} of {counts[1]} passages computed in full: {'; '.join(reasons)}"
 
 
-LONG_TEXT = 96
-"""Fewest tokens of a text that may be a passage."""
+LONG_TEXT = 800
+"""Fewest characters of a text that may have passages: frameworks' instructions have some 500."""
 PASSAGE = 256
 """Tokens of a usual passage."""
 

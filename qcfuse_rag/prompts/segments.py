@@ -118,10 +118,10 @@ class Prompt:
         """`Segment.ids_hash` of each passage, in order; parts of one count once."""
         return tuple(dict.fromkeys(span.segment.ids_hash for span in self.chunks))
 
-    def long_text(self, least: int, start: int = 0) -> int:
-        """Return the tokens, from `start` on, of texts that have at least so many and are not stored."""
-        lengths = (span.stop - max(start, span.start) for span in self.spans if span.segment.role is Role.TEXT)
-        return sum(length for length in lengths if length >= least)
+    def long_text(self, characters: int, start: int) -> int:
+        """Return the tokens, from `start` on, of texts with at least so many characters that are not stored."""
+        texts = (span for span in self.spans if span.segment.role is Role.TEXT and span.start >= start)
+        return sum(len(span) for span in texts if len(span.segment.text) >= characters)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -13,7 +13,7 @@ from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 REUSE = make_method("reuse", base=FRAMED)
-OTHER = "The tide tables hang at the door of the office, beside the prices of the fish market, and nobody reads them. "
+OTHER = " ".join(sorted(" ".join(PASSAGES).split())) + " "
 
 
 @pytest.fixture
@@ -51,20 +51,20 @@ def test_a_guard_that_computes_everything_reuses_none(engine: FusionEngine) -> N
     assert (report.passages, report.passages_reused, report.stored_tokens) == (1, 0, 0)
 
 
-@pytest.mark.parametrize(("times", "worth"), [(1, None), (6, "a passage's worth"), (12, "2 passages' worth")])
+@pytest.mark.parametrize(("times", "worth"), [(2, None), (3, "a passage's worth")])
 def test_long_text_that_is_not_found_is_told(engine: FusionEngine, times: int, worth: str | None) -> None:
-    report = engine.prefill(engine.prompt_from_text(flat(OTHER[:60] * times)), method=REUSE).report
+    report = engine.prefill(engine.prompt_from_text(flat(OTHER * times)), method=REUSE).report
     if worth is None:
         assert report.fallback is None
     else:
         said = f"{worth} of text, {report.unrecognised_tokens:,} tokens, is not in the store: never warmed, or changed"
         assert said in (report.fallback or "")
-        assert report.unrecognised_tokens > 0.9 * len(engine.prompts.tokens.ids(OTHER[:60] * times))
+        assert report.unrecognised_tokens > 0.9 * len(engine.prompts.tokens.ids(OTHER * times))
 
 
 def test_without_passages_no_text_is_missed(llama: LanguageModel) -> None:
     engine = make_engine(llama, MemoryStore())
-    report = engine.prefill(engine.prompt_from_text(flat(OTHER[:60] * 6)), method=REUSE).report
+    report = engine.prefill(engine.prompt_from_text(flat(OTHER * 3)), method=REUSE).report
     assert (report.fallback, report.unrecognised_tokens, report.reuse) == (None, 0, "no passages")
 
 

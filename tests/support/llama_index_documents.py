@@ -96,4 +96,4 @@ def warmed_index(llm: QCFuseLLM) -> VectorStoreIndex:
 def hits(reports: Sequence[dict[str, Any]]) -> list[int]:
     """Return how many nodes each prompt reused; fails if there was one that could not be."""
     assert all(lookup["hit"] for report in reports for lookup in report["lookups"])
-    return [len(report["lookups"]) for report in reports]
+    return [report["passages_reused"] for report in reports]
