@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from qcfuse_rag.prompts.atoms import Atoms
 
-BLOCK = 16
+BLOCK = 12
 """Most atoms in a block: a cut costs about half of one, a changed word one."""
 PARAGRAPH = 4
 """Fewest atoms of a block that ends at a blank line, so that what follows a header begins a block."""

@@ -51,7 +51,7 @@ def test_a_guard_that_computes_everything_reuses_none(engine: FusionEngine) -> N
     assert (report.passages, report.passages_reused, report.stored_tokens) == (1, 0, 0)
 
 
-@pytest.mark.parametrize(("times", "worth"), [(2, None), (3, "a passage's worth")])
+@pytest.mark.parametrize(("times", "worth"), [(2, None), (3, "2 passages' worth")])
 def test_long_text_that_is_not_found_is_told(engine: FusionEngine, times: int, worth: str | None) -> None:
     report = engine.prefill(engine.prompt_from_text(flat(OTHER * times)), method=REUSE).report
     if worth is None:

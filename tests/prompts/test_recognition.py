@@ -198,7 +198,7 @@ def test_what_passages_are_known_by_is_what_stores_have_kept() -> None:
     assert blocks.to_bytes().hex() == STORED
 
 
-STORED = "000000003c000000f6b8f6420000000010013a00010070c1647c151476fdf41bb18842036fd8"
+STORED = "000000003c000000f6b8f642000000000c052900120044f59e352a19a90c846a83beea1f5199"
 
 
 def test_short_passages_are_not_looked_for(engine: FusionEngine) -> None:
