@@ -83,12 +83,9 @@ def multiplies(name: str) -> bool:
 
 @torch.inference_mode()
 def takes_at_most(share: float, usual: Callable[[], object], make: Callable[[], Callable[[], object]]) -> bool:
-    """Return whether what `make` returns works here in this share of the usual way's time, by trying both.
-
-    They have one thread, as other programs may use the other cores.
-    """
+    """Return whether what `make` returns works here, in this share of the usual way's time, by trying both."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # other programs may use the other cores
     try:
         return _fastest(make()) <= share * _fastest(usual)
     except (AttributeError, RuntimeError):  # this torch has no such function, or not for this processor

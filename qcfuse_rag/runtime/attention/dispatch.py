@@ -276,10 +276,7 @@ def _step_attention(module: nn.Module, query: Tensor, plan: StepPlan, layer: int
 
 @cache
 def products_attend_faster() -> bool:
-    """Return whether products attend with one row in less time than fused attention on this CPU, as tried once.
-
-    They take .7 of its time on an EPYC with AVX512-BF16, three times as long on a Xeon with AMX.
-    """
+    """Return whether products attend faster here: .7 of the time on an EPYC with AVX512-BF16, 3 on a Xeon with AMX."""
     query, keys = (torch.randn(1, heads, rows, 64).bfloat16() for heads, rows in ((9, 1), (3, LONG_KEYS)))
     fused = partial(_fast_attention, query, keys, keys, RowBlock(0, 1, 0, LONG_KEYS, mask=None, causal=False), 0.1)
     return takes_at_most(WORTH, fused, lambda: partial(_attend_by_products, query, keys, keys, 0.1))
