@@ -12,7 +12,7 @@ PYTEST := $(TEMPORARY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --ma
 # Setup compiles no bytecode, so the first import has to keep it: a start that compiles torch takes 17 s instead of 6.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-slow test-all lint modules bench stress drop-in ray oldest site docs release
+.PHONY: setup demo test processors test-slow test-all lint modules bench stress drop-in ray oldest site docs release
 
 setup: $(READY)
 
@@ -32,10 +32,17 @@ $(READY): pyproject.toml constraints.txt integrations/*/pyproject.toml
 demo: setup
 	$(BIN)/qcfuse demo $(ARGS)
 
+SHORT := -m "not slow and not real and not interpreter and not stress" --families=llama,gpt-oss-sinks
+
 # Before a commit: some 3,500 tests on two families that differ in most.
 # ARGS="tests/store -x" and others are passed on.
 test: setup
-	$(PYTEST) -m "not slow and not real and not interpreter and not stress" --families=llama,gpt-oss-sinks $(ARGS)
+	$(PYTEST) $(SHORT) $(ARGS)
+
+# Of these, what computes, with torch and oneDNN told that the processor has AVX2 without AVX-512, or only SSE.
+processors: setup
+	for limits in "avx2 ONEDNN_MAX_CPU_ISA=AVX2" "default ONEDNN_MAX_CPU_ISA=SSE41"; do env ATEN_CPU_CAPABILITY=$$limits \
+		$(PYTEST) -q $(SHORT) tests/models tests/runtime tests/golden tests/generation $(ARGS) || exit 1; done
 
 # What `make test` leaves out: whole programs, the real model, kernels in an interpreter, campaigns against stores.
 test-slow: setup

@@ -33,7 +33,7 @@ from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.completion import Completion, FinishReason, TokenLogprob, content_logprobs, token_logprob
 from qcfuse_rag.generation.sampling import Constraint, Sampler
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
-from qcfuse_rag.models.cpu_weights import multiplies_bfloat16
+from qcfuse_rag.models.cpu_weights import multiplies
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_logits
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -92,7 +92,7 @@ def prompt_lookup(lm: LanguageModel, prompt: Sequence[int], max_tokens: int | No
     """
     if lm.device.type != "cpu" or max_tokens == 0:
         return None
-    row_cost = BFLOAT16_ROW_COST if lm.dtype == torch.bfloat16 and multiplies_bfloat16() else ROW_COST
+    row_cost = BFLOAT16_ROW_COST if lm.dtype == torch.bfloat16 and multiplies("bfloat16") else ROW_COST
     return PromptLookup(prompt, max_tokens or min(MAX_TOKENS, round(LONGEST_COST / row_cost)), row_cost)
 
 

@@ -19,6 +19,7 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError
+from qcfuse_rag.models.cpu_threads import bound_threads
 from qcfuse_rag.models.source import fetch_options, unreachable_reason
 
 BATCH_TEXTS = 32
@@ -35,6 +36,7 @@ class Embedder:
 
     def __init__(self, name: str) -> None:
         fetch, folder = fetch_options(name), Path(name).expanduser()
+        bound_threads()
         try:
             self._max_tokens = _mean_pooling_tokens(folder)
             if self._max_tokens is None:

@@ -1,8 +1,8 @@
 """Choose how CPUs compute: bfloat16, float16 weights or float32, by measuring each for about a second.
 
-bfloat16 halves the bytes of weights and of caches, but rounds activations, and without AMX or AVX-512-BF16 torch
-converts each number: it is measured only where the processor multiplies such numbers. Float16 weights halve the bytes
-that a decode step waits for, and leave activations and sums in float32 (`benchmarks/results/weights.md`).
+bfloat16 halves the bytes of weights and of caches, but rounds activations. Float16 weights halve the bytes that a
+decode step waits for, and leave activations and sums in float32 (`benchmarks/results/weights.md`). What torch refuses
+here, or converts number by number, is found by trying it, and is not measured.
 
 Caches of one dtype are misses for the other, so the choice is cached (`models.result_cache`): a second measurement must
 not decide otherwise. Float16 weights are float32 to a cache: what a checkpoint has in 16 bits keeps its value, but for
@@ -18,6 +18,7 @@ import platform
 import timeit
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ WORTH = 0.8
 """A choice other than float32 takes at most this share of float32's time."""
 SAMPLES = 5
 """The fastest sample of each product counts, which is disturbed least."""
+TRIED_CHANNELS, CONVERTED = 512, 2.0
+"""Channels that are tried, and the share of plain float32's time below which torch does not convert each number: packed
+products take 0.2 to 1.4 of it, converted ones 2.9 to 9 (Xeon with AMX, AVX-512, AVX2 or SSE alone, 2026-11-29)."""
 
 
 def fastest_cpu_format() -> str:
@@ -52,46 +56,61 @@ def fastest_cpu_format() -> str:
     if named := os.environ.get(SWITCH):
         if named not in CHOICES:
             raise ValueError(f"{SWITCH} must be {', '.join(CHOICES)}, got {named!r}")
+        if named == "float16" and not multiplies(named):
+            LOG.warning("torch multiplies no float16 weights here: float32 is used; %s=float32 is the same", SWITCH)
+            return "float32"
         return named
-    possible = {"bfloat16": multiplies_bfloat16(), "float16": multiplies_float16_weights()}
-    if not any(possible.values()):
+    possible = [name for name in CHOICES if name == "float32" or multiplies(name)]
+    if possible == ["float32"]:
         return "float32"
     result = CachedResult("dtypes", "dtype.json", processor_name(), field="processor")
     found = (result.read() or {}).get("dtype")
-    if found in CHOICES and possible.get(found, True):
+    if found in possible:
         return str(found)
-    seconds = {name: answer_seconds(name) for name in CHOICES if possible.get(name, True)}
+    seconds = {name: answer_seconds(name) for name in possible}
     chosen = next(name for name in seconds if name == "float32" or seconds[name] <= WORTH * seconds["float32"])
     LOG.info("%s is the fastest here: %s", chosen, seconds)
     result.write(dtype=chosen, seconds=seconds)
     return chosen
 
 
-def multiplies_bfloat16() -> bool:
-    """Return whether this CPU has AMX or AVX-512-BF16, and torch uses oneDNN, which knows them."""
-    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # older versions of torch have fewer of them
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return has_onednn and any(hasattr(torch.cpu, name) and getattr(torch.cpu, name)() for name in names)
+@cache
+def multiplies(name: str) -> bool:
+    """Return whether torch multiplies by packed weights in a format here, without converting each number."""
+    plain, packed = (partial(_product, kind, PACKED_ROWS, TRIED_CHANNELS) for kind in ("plain", name))
+    return takes_at_most(CONVERTED, plain(), packed)
 
 
-def multiplies_float16_weights() -> bool:
-    """Return whether this torch has FBGEMM's products of float16 weights: x86 processors with AVX2."""
-    has_products = hasattr(torch.ops.quantized, "linear_dynamic_fp16")
-    return torch.backends.quantized.engine in ("x86", "fbgemm") and has_products
+@torch.inference_mode()
+def takes_at_most(share: float, usual: Callable[[], object], make: Callable[[], Callable[[], object]]) -> bool:
+    """Return whether what `make` returns works here, in this share of the usual way's time, by trying both."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # other programs may use the other cores
+    try:
+        return _fastest(make()) <= share * _fastest(usual)
+    except (AttributeError, RuntimeError):  # this torch has no such function, or not for this processor
+        return False
+    finally:
+        torch.set_num_threads(threads)
 
 
 @torch.inference_mode()
 def answer_seconds(name: str) -> float:
     """Measure a linear layer over the rows of a prefill and over those of the steps behind it; return the seconds."""
-    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-    linear, rows = nn.Linear(CHANNELS, WIDER, bias=False, dtype=dtype), torch.randn(PASS_ROWS, CHANNELS, dtype=dtype)
-    layer = Float16Linear(linear) if name == "float16" else PackedLinear(linear)
-    return _fastest(layer, rows) + STEPS * _fastest(layer, rows[:1])
+    kind = name if multiplies(name) else "plain"
+    return sum(times * _fastest(_product(kind, rows, CHANNELS, WIDER)) for times, rows in ((1, PASS_ROWS), (STEPS, 1)))
 
 
-def _fastest(product: Callable[..., Tensor], *operands: object) -> float:
-    product(*operands)  # pays for one-time setup
-    return min(timeit.repeat(lambda: product(*operands), number=1, repeat=SAMPLES))
+def _product(kind: str, rows: int, channels: int, wider: int = TRIED_CHANNELS) -> Callable[[], Tensor]:
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    linear = nn.Linear(channels, wider, bias=False, dtype=dtype)
+    layer = linear if kind == "plain" else Float16Linear(linear) if kind == "float16" else PackedLinear(linear)
+    return partial(layer, torch.randn(rows, channels, dtype=dtype))
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    work()  # pays for one-time setup
+    return min(timeit.repeat(work, number=1, repeat=SAMPLES))
 
 
 def processor_name() -> str:
@@ -137,14 +156,11 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace a model's plain linear layers by `PackedLinear`, one at a time, where oneDNN multiplies their dtype.
+    """Replace a model's plain linear layers by `PackedLinear`, one at a time, where that is no slower.
 
     An output layer that shares the embeddings' weights gets a copy of them.
     """
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not has_onednn or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return
-    dtypes = {torch.float32, torch.bfloat16} if multiplies_bfloat16() else {torch.float32}
+    dtypes = {getattr(torch, name) for name in ("bfloat16", "float32") if multiplies(name)}
     for name, module in list(model.named_modules()):
         # torchao's weights are of another type, and say that they are float32 or bfloat16.
         if type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.dtype in dtypes:
@@ -168,12 +184,12 @@ def pack_float16(model: PreTrainedModel) -> None:
     """Replace the plain linear layers of a float32 model, one at a time; embeddings and other weights stay.
 
     Raises:
-        QCFuseError: if this torch has no such products.
+        QCFuseError: if this torch has no such products here.
         UnsupportedModel: if a weight is too large for float16, or the layers' weights are not those of plain linear
             layers, such as experts; the model is unchanged then.
     """
-    if not multiplies_float16_weights():
-        raise QCFuseError("float16 weights need torch's FBGEMM, on an x86 processor with AVX2; use weights='model'")
+    if not multiplies("float16"):
+        raise QCFuseError("torch multiplies no float16 weights on this processor; use weights='model'")
     layers = decoder_of(model).get_submodule("layers")
     linears = plain_linears(layers)
     for name, weight in layers.named_parameters():

@@ -38,6 +38,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 
 import qcfuse_rag
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
+from qcfuse_rag.models.cpu_threads import bound_threads
 from qcfuse_rag.models.cpu_weights import fastest_cpu_format, pack_float16, pack_linears
 from qcfuse_rag.models.fingerprint import hash_weights
 from qcfuse_rag.models.quantized_weights import quantize_weights
@@ -223,7 +224,8 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
     _check_device(device)
     check_weight_format(weights, device)
     torch_dtype: Any = _parse_dtype(dtype) if dtype else "auto"
-    on_cpu = torch.device(device).type == "cpu"
+    if on_cpu := torch.device(device).type == "cpu":
+        bound_threads()
     cpu_format = fastest_cpu_format() if on_cpu and (dtype is None or weights == "auto") else None
     if on_cpu and dtype is None:
         bfloat16 = cpu_format == "bfloat16" and weights != "float16"

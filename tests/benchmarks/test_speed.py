@@ -22,7 +22,7 @@ from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError, make_method
 from qcfuse_rag.cli.plan import SHAPES, Ceilings
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.pipeline import fuse_prompt
-from qcfuse_rag.models.cpu_weights import multiplies_float16_weights, pack_float16
+from qcfuse_rag.models.cpu_weights import multiplies, pack_float16
 from qcfuse_rag.runtime.forward import forward_step
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.verification.exactness import stock_attention
@@ -91,7 +91,7 @@ def test_a_step_reads_the_weights_once_and_each_requests_cache(tiny: LanguageMod
     assert step_bytes(tiny, 100, 3) - step_bytes(tiny, 0) == 300 * tiny.kv_bytes_per_token
 
 
-@pytest.mark.skipif(not multiplies_float16_weights(), reason="this torch has no FBGEMM")
+@pytest.mark.skipif(not multiplies("float16"), reason="this torch has no FBGEMM")
 def test_packed_weights_are_counted_as_they_are_held(tiny: LanguageModel) -> None:
     operations, read = row_operations(tiny, 100, 200), step_bytes(tiny, 0)
     numbers = sum(module.weight.numel() for module in tiny.model.modules() if isinstance(module, nn.Linear))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,23 +18,26 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
 from qcfuse_rag.models import cpu_weights
 from qcfuse_rag.models.cpu_weights import (
+    CHOICES,
     SWITCH,
     WORTH,
     Float16Linear,
+    PackedLinear,
     answer_seconds,
     fastest_cpu_format,
     has_float16_weights,
-    multiplies_bfloat16,
-    multiplies_float16_weights,
+    multiplies,
     pack_float16,
+    takes_at_most,
 )
 from qcfuse_rag.models.load import load_model
 from qcfuse_rag.verification.exactness import measure_exactness
+from tests.support import seams
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
 ALL_SLOW = {"bfloat16": WORTH + 0.01, "float16": WORTH + 0.01, "float32": 1.0}
-with_products = pytest.mark.skipif(not multiplies_float16_weights(), reason="this torch has no FBGEMM")
+with_products = pytest.mark.skipif(not multiplies("float16"), reason="this torch has no FBGEMM")
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +52,7 @@ def give(patch: pytest.MonkeyPatch, seconds: dict[str, float] | None, *, bfloat1
     def measured(name: str) -> float:
         return pytest.fail("measured") if seconds is None else seconds[name]
 
-    patch.setattr(cpu_weights, "multiplies_bfloat16", lambda: bfloat16)
-    patch.setattr(cpu_weights, "multiplies_float16_weights", lambda: float16)
+    patch.setattr(cpu_weights, "multiplies", {"bfloat16": bfloat16, "float16": float16, "float32": True}.__getitem__)
     patch.setattr(cpu_weights, "answer_seconds", measured)
 
 
@@ -56,16 +62,60 @@ def test_nothing_is_measured_where_there_is_no_choice(monkeypatch: pytest.Monkey
     assert not dtypes.exists()
 
 
-@pytest.mark.parametrize("instructions", [True, False])
-def test_bfloat16_is_multiplied_by_processors_that_have_it(monkeypatch: pytest.MonkeyPatch, instructions: bool) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions, raising=False)
-    assert multiplies_bfloat16() == instructions
-    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")  # as in older versions of torch
-    assert multiplies_bfloat16() == instructions
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not multiplies_bfloat16()
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_torch_refuses_is_not_chosen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seams.torch_refuses(monkeypatch, name)
+    assert not cpu_weights.multiplies(name)
+    monkeypatch.setattr(cpu_weights, "answer_seconds", lambda _: pytest.fail("measured"))
+    for other in {"bfloat16", "float16"} - {name}:
+        seams.torch_refuses(monkeypatch, other)
+    assert fastest_cpu_format() == "float32"
+
+
+def test_a_torch_without_a_function_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "quantized", SimpleNamespace())
+    assert not multiplies.__wrapped__("float16")
+
+
+def refused() -> Callable[[], object]:
+    raise RuntimeError("not on this processor")
+
+
+@pytest.mark.parametrize(
+    ("make", "tried"),
+    [(lambda: partial(sleep, 0.01), True), (lambda: partial(sleep, 0.05), False), (refused, False)],
+    ids=["as fast", "converts", "refused"],
+)
+def test_a_way_is_taken_if_it_works_in_time(make: Callable[[], Callable[[], object]], tried: bool) -> None:
+    assert takes_at_most(2.0, partial(sleep, 0.01), make) is tried
+
+
+def test_ways_are_compared_on_one_thread() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    seen: list[int] = []
+    takes_at_most(2.0, lambda: seen.append(torch.get_num_threads()), refused)
+    takes_at_most(2.0, lambda: seen.append(torch.get_num_threads()), lambda: partial(sleep, 0))
+    assert (set(seen), torch.get_num_threads()) == ({1}, 2)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("float16", torch.float32)])
+def test_a_named_choice_that_torch_refuses_reads_the_same_caches(
+    name: str, dtype: torch.dtype, model_folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Plain bfloat16 products work everywhere; the caches of float16 weights are those of float32."""
+    monkeypatch.setenv(SWITCH, name)
+    before = LanguageModel.load(model_folder, device="cpu")
+    seams.torch_refuses(monkeypatch, name)
+    lm = LanguageModel.load(model_folder, device="cpu")
+    assert (lm.dtype, has_float16_weights(lm.model)) == (dtype, False)
+    assert lm.fingerprint == before.fingerprint
+    assert not any(
+        isinstance(module, PackedLinear) and module.weight.dtype == torch.bfloat16 for module in lm.model.modules()
+    )
+    assert (f"{SWITCH}=float32 is the same" in caplog.text) is (name == "float16")
+    assert measure_exactness(lm).passed
 
 
 @pytest.mark.parametrize(
@@ -107,8 +157,11 @@ def test_the_environment_names_the_choice(monkeypatch: pytest.MonkeyPatch) -> No
         fastest_cpu_format()
 
 
+@pytest.mark.parametrize("refused", [True, False])
 @pytest.mark.parametrize("name", ["bfloat16", "float32", pytest.param("float16", marks=with_products)])
-def test_an_answer_of_each_is_measured(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_answer_of_each_is_measured(monkeypatch: pytest.MonkeyPatch, name: str, refused: bool) -> None:
+    if refused:
+        seams.torch_refuses(monkeypatch, name)
     monkeypatch.setattr(cpu_weights, "CHANNELS", 64)
     monkeypatch.setattr(cpu_weights, "WIDER", 64)
     assert answer_seconds(name) > 0
@@ -156,8 +209,8 @@ def test_caches_of_float32_are_hits_for_float16_weights_and_the_answers_are_near
 
 
 def test_float16_weights_need_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_weights, "multiplies_float16_weights", lambda: False)
-    with pytest.raises(QCFuseError, match="need torch's FBGEMM"):
+    seams.torch_refuses(monkeypatch, "float16")
+    with pytest.raises(QCFuseError, match="no float16 weights on this processor; use weights='model'"):
         pack_float16(build_model("llama"))
 
 

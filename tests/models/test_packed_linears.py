@@ -8,21 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from qcfuse_rag.models import cpu_weights
-from qcfuse_rag.models.cpu_weights import PackedLinear, multiplies_bfloat16, pack_linears
+from qcfuse_rag.models.cpu_weights import PackedLinear, multiplies, pack_linears
 from qcfuse_rag.models.load import load_model
+from tests.support import seams
 from tests.support.cases import cases
 from tests.support.families import FAMILIES, build_model
 
-packs = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() == "DEFAULT",
-    reason="this CPU multiplies no packed weights",
-)
-pytestmark = packs
+pytestmark = pytest.mark.skipif(not multiplies("float32"), reason="this CPU multiplies no packed weights")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 DTYPES = [
     torch.float32,
-    pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not multiplies_bfloat16(), reason="no bfloat16 products")),
+    pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not multiplies("bfloat16"), reason="no bfloat16 products")),
 ]
 
 
@@ -78,7 +74,7 @@ class Quantized(torch.Tensor):
 
 
 def test_other_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_weights, "multiplies_bfloat16", lambda: False)
+    seams.torch_refuses(monkeypatch, "bfloat16")
     quantized = nn.Linear(8, 8)
     quantized.weight = nn.Parameter(quantized.weight.data.as_subclass(Quantized))
     model = nn.Sequential(quantized, nn.Linear(8, 8).bfloat16(), nn.Embedding(8, 8), nn.Sequential(nn.Linear(8, 8)))
@@ -88,9 +84,10 @@ def test_other_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packed(model) == 1
 
 
-@pytest.mark.parametrize("available", [True, False])
-def test_a_loaded_model_is_packed_where_onednn_is(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch, available: bool
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loaded_model_is_packed_unless_torch_refuses_its_dtype(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: available)
-    assert (packed(load_model(model_folder, device="cpu", dtype="float32").model) > 0) is available
+    assert (packed(load_model(model_folder, device="cpu", dtype=dtype).model) > 0) is multiplies(dtype)
+    seams.torch_refuses(monkeypatch, dtype)
+    assert packed(load_model(model_folder, device="cpu", dtype=dtype).model) == 0

@@ -83,10 +83,14 @@ def test_fast_attention_equals_step_by_step(
     assert torch.allclose(out.transpose(1, 2).float(), expected.float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("by_products", [True, False])
 @pytest.mark.parametrize("length", [LONG_KEYS - 1, LONG_KEYS, LONG_KEYS + 1])
 @pytest.mark.parametrize("common", [0.0, 40.0])
-def test_one_row_over_many_keys_equals_step_by_step(length: int, common: float) -> None:
+def test_one_row_over_many_keys_equals_step_by_step(
+    length: int, common: float, by_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scores that all keys have in common, as with biases of keys, cost no accuracy."""
+    monkeypatch.setattr(rows_module, "products_attend_faster", lambda: by_products)
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(1, 6, 1, 16, generator=generator)
     query[..., 0] = common

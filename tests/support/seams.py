@@ -6,10 +6,12 @@ Call a seam with a `MonkeyPatch` and the replacement: `seams.ring_bytes(monkeypa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+import torch
 
 
 class Seam:
@@ -57,6 +59,24 @@ recorder_has_kernels = Seam("qcfuse_rag.runtime.graphs.recorder.kernels_availabl
 verified_answers = Seam(
     "qcfuse_rag.verification.sweep.greedy_answers", "qcfuse_rag.verification.divergence.greedy_answers"
 )
+
+
+def torch_refuses(patch: pytest.MonkeyPatch, name: str) -> None:
+    """Have torch refuse to pack weights of a format of CPUs, as where instructions are missing; it is tried anew."""
+    from qcfuse_rag.models import cpu_weights
+
+    operations, packer = (
+        ("quantized", "linear_prepack_fp16") if name == "float16" else ("mkldnn", "_reorder_linear_weight")
+    )
+    pack = getattr(getattr(torch.ops, operations), packer)
+
+    def refusing(weight: torch.Tensor, *more: Any) -> Any:
+        if name == "float16" or weight.dtype == getattr(torch, name):
+            raise RuntimeError("the processor lacks the instructions")
+        return pack(weight, *more)
+
+    patch.setattr(getattr(torch.ops, operations), packer, refusing)
+    patch.setattr(cpu_weights, "multiplies", cache(cpu_weights.multiplies.__wrapped__))
 
 
 def large_blocks(patch: pytest.MonkeyPatch) -> None:
