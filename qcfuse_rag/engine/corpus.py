@@ -26,7 +26,7 @@ from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.primer import PRIMER, primer_ids
 from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, WarmJob, WarmSummary, with_prerequisites
 from qcfuse_rag.prompts.builder import PromptBuilder, marker_number
-from qcfuse_rag.prompts.passage_index import PassageIndex
+from qcfuse_rag.prompts.recognition import PassageIndex
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.prompts.template import Tool, Turn, as_mapping
 from qcfuse_rag.runtime.language_model import LanguageModel

@@ -16,12 +16,11 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.config import EngineConfig, VerdictPolicy, warn_caller
 from qcfuse_rag.engine.corpus import Corpus, SystemPrefixes
 from qcfuse_rag.engine.first_passes import measure_recorded_pass, run_first_passes
-from qcfuse_rag.engine.reuse_monitor import ReuseMonitor
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import PartRows, Parts, Prefilled, answer_room, complete, fuse_in_parts
 from qcfuse_rag.fusion.prefix_cache import PrefixCache
-from qcfuse_rag.fusion.report import FusionReport
+from qcfuse_rag.fusion.report import FusionReport, ReuseMonitor
 from qcfuse_rag.generation.decoding import Generation, TextStream
 from qcfuse_rag.generation.response_format import ReasoningFormat, ResponseFormat
 from qcfuse_rag.generation.sampling import Sampler

@@ -22,7 +22,7 @@ from qcfuse_rag import (
     open_store,
 )
 from qcfuse_rag.errors import PromptTooLong, StoreError
-from qcfuse_rag.prompts.passage_index import PassageIndex
+from qcfuse_rag.prompts.recognition import PassageIndex
 from qcfuse_rag.store.entry.codec import MappedFile, StoredBlocks, open_chunk
 from qcfuse_rag.store.key import BLIND, FRAMED, Base
 from tests.support import references, seams

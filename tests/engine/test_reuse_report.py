@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.engine.reuse_monitor import PROMPTS
+from qcfuse_rag.fusion.report import PROMPTS
 from qcfuse_rag.store.key import FRAMED
 from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION

@@ -9,8 +9,7 @@ import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, Prompt, SamplingParams, make_method
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.prompts.passage_index import PassageIndex
-from qcfuse_rag.prompts.recognition import UNSOUGHT
+from qcfuse_rag.prompts.recognition import UNSOUGHT, PassageIndex
 from qcfuse_rag.prompts.template import Turn
 from qcfuse_rag.store.key import FRAMED
 from tests.support import references

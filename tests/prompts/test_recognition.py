@@ -17,13 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method, open_store
-from qcfuse_rag.prompts import passage_index
-from qcfuse_rag.prompts.alignment import MIN_RUN
-from qcfuse_rag.prompts.passage_blocks import TokenisedText, blocks_of
-from qcfuse_rag.prompts.passage_index import MOST_ALIKE, StoredRun
+from qcfuse_rag.prompts import recognition
+from qcfuse_rag.prompts.passage_blocks import MIN_RUN, TokenisedText, blocks_of
+from qcfuse_rag.prompts.recognition import MOST_ALIKE, StoredRun
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.store.chunk import RANKING, ChunkKV, slice_chunk, to_format
-from qcfuse_rag.store.documents.passage_rows import PassageRows
+from qcfuse_rag.store.documents.sources import PassageRows
 from qcfuse_rag.store.key import BLIND, FRAMED, ChunkKey, hash_ids
 from tests.support import references
 from tests.support.engines import make_engine, make_warmed_engine
@@ -315,7 +314,7 @@ def test_the_shortest_run_of_equal_tokens_that_is_worth_a_read_is_read(
 ) -> None:
     longest = max(map(len, engine.prompt_from_text(flat(PASSAGES[:1])).chunks))
     for fewest, found in ((longest, 1), (longest + 1, 0)):
-        monkeypatch.setattr(passage_index, "MIN_TOKENS", fewest)
+        monkeypatch.setattr(recognition, "MIN_TOKENS", fewest)
         assert len(engine.prompt_from_text(flat(PASSAGES[:1])).chunks) == found
 
 

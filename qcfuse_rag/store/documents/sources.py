@@ -6,7 +6,7 @@ source. Entries that nobody wants any more are marked in the manifest, then remo
 The manifest is `sources.db` beside the entries. `chunks` says which source has which entry; `passage` names a passage
 under whatever base it is stored. `derived` says which passages (`origin`) an entry was computed from. `unwanted` lists
 the entries to remove, `gone` those removed, `lost` the passages that lost their last source. `access` holds the tags of
-restricted sources, `recognised` what passages are recognised by in a text (`passage_rows`).
+restricted sources, `recognised` what passages are recognised by in a text (`PassageRows`).
 
 Access control: no cache carries a passage that a reader of the cache's own text must not see. An enriched or captured
 cache carries something of the passages it was prefilled behind, so it may be built on another passage only if everybody
@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.models.fingerprint import digest
@@ -653,3 +653,55 @@ def advance_generation(database: sqlite3.Connection) -> None:
 def _wording(key: ChunkKey) -> str:
     """Return a hash that keys share which have the same model, base and prefix."""
     return digest(f"{key.fingerprint.digest} {key.base} {key.prefix}".encode())
+
+
+INSERT_RECOGNISED = """
+INSERT OR IGNORE INTO recognised (passage, owner, ids, blocks, gaps) SELECT ?1, ?2, ?3, ?4, ?5
+WHERE NOT EXISTS (SELECT 1 FROM recognised WHERE passage = ?1)
+    AND (NOT ?6 OR EXISTS (SELECT 1 FROM chunks WHERE passage = ?1))
+"""
+"""Does not write a row that exists, nor that of a passage which lost its source meanwhile."""
+
+IS_WHOLE = """
+typeof(passage) = 'text' AND typeof(ids) = 'blob' AND length(ids) = 16 AND typeof(blocks) = 'blob'
+    AND length(blocks) > 8 AND typeof(gaps) = 'blob'
+"""
+"""Whoever writes to the folder may have put in other values."""
+
+
+class PassageRow(NamedTuple):
+    """What a passage is recognised by; see `prompts.recognition` for the columns."""
+
+    passage: str  # its name, see `Sources.passage_id`
+    owner: int  # of the model and tenant
+    ids: bytes
+    blocks: bytes
+    gaps: bytes
+    needs_source: bool = False  # whether the row is not kept without a source
+
+
+class PassageRows:
+    """The rows of a manifest. Every method raises `StoreError` if it cannot be read or written."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    def add(self, rows: Iterable[PassageRow]) -> None:
+        """Write rows of passages that have none."""
+        with self._manifest.writing() as database:
+            database.executemany(INSERT_RECOGNISED, rows)
+
+    def count(self, owner: int) -> int:
+        """Return how many passages an owner has."""
+        [(count,)] = self._manifest.read("SELECT count(*) FROM recognised WHERE owner = ?", owner)
+        return int(count)
+
+    def blocks_since(self, owner: int, number: int) -> list[tuple[int, bytes]]:
+        """Return number and blocks of an owner's rows that were written after the row of a number."""
+        query = f"SELECT number, blocks FROM recognised WHERE owner = ? AND number > ? AND {IS_WHOLE} ORDER BY number"
+        return self._manifest.read(query, owner, number)
+
+    def row(self, number: int) -> PassageRow | None:
+        """Return a row, if it is still there."""
+        query = f"SELECT passage, owner, ids, blocks, gaps FROM recognised WHERE number = ? AND {IS_WHOLE}"
+        return next((PassageRow(*row) for row in self._manifest.read(query, number)), None)
