@@ -148,10 +148,13 @@ def system_prefix(target: PrefillTarget, *, store: bool = True) -> ChunkKV | Non
         return None
     key = target.key(BLIND, target.prefix_ids)
     stored = target.store.get(key)
+    store = store and not target.store.stored([key])
     if isinstance(stored, ChunkKV) and stored.kv_dtype == LOSSLESS and check_entry(target.store, key, stored) is None:
+        if store:
+            target.store.put(key, stored)
         return stored
     started = time.perf_counter()
     computed = prefill_chunk(target.lm, target.prefix_ids)
-    if store and key not in target.store:
+    if store:
         target.store.put(key, computed, saved_ms=1000 * (time.perf_counter() - started))
     return computed

@@ -132,6 +132,13 @@ class KVStore(ABC):
     def __contains__(self, key: ChunkKey | str) -> bool:
         """Return whether there is an entry, without checking it; does not count as a use."""
 
+    def stored(self, keys: Iterable[ChunkKey]) -> set[str]:
+        """Return the addresses of those keys whose entries last: in the farthest tier that can be reached."""
+        return {self.address(key) for key in keys if key in self}
+
+    def restore(self) -> None:  # noqa: B027 - most stores have no folder
+        """Create the store's folder again if it was removed while it was open."""
+
     @abstractmethod
     def entries(self) -> Iterator[EntryInfo]:
         """Yield what is known of every entry, in any order."""

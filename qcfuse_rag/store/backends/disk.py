@@ -240,6 +240,14 @@ class DiskStore(EntryStore):
             return False
         return exists and (self.ttl_s is None or not isinstance(self.open(address_of(key)), Miss))
 
+    def restore(self) -> None:
+        with suppress(OSError, StoreError):
+            self.files.create()
+            if read_settings(self.folder) is None:
+                resolve_settings(self.files, asdict(self.settings), self.cipher)
+                self._models = {}
+            self.change(lambda quota: quota.index.size())  # opens the index again
+
     def entries(self) -> Iterator[EntryInfo]:
         if self.quota is None:
             for address, path in self.files.entries():
