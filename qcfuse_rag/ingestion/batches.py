@@ -17,7 +17,7 @@ from qcfuse_rag.ingestion.prefill import (
     prefill_chunk,
     prefill_chunks,
 )
-from qcfuse_rag.store.backends.base import check_entry
+from qcfuse_rag.store.backends.base import check_entry, lasting
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.key import BLIND, Base
 from qcfuse_rag.store.quantization import LOSSLESS
@@ -148,7 +148,7 @@ def system_prefix(target: PrefillTarget, *, store: bool = True) -> ChunkKV | Non
         return None
     key = target.key(BLIND, target.prefix_ids)
     stored = target.store.get(key)
-    store = store and not target.store.stored([key])
+    store = store and not lasting(target.store, [key])
     if isinstance(stored, ChunkKV) and stored.kv_dtype == LOSSLESS and check_entry(target.store, key, stored) is None:
         if store:
             target.store.put(key, stored)

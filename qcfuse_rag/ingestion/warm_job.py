@@ -14,7 +14,7 @@ from qcfuse_rag.ingestion.batches import BatchResult, compute_batch, plan_batche
 from qcfuse_rag.ingestion.extension import ComputedBase, EntryPlan, EntryWriter, Related
 from qcfuse_rag.ingestion.prefill import Batch, Ids, PendingChunk, PrefillTarget, instruction_ids
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.backends.base import Miss, get_checked
+from qcfuse_rag.store.backends.base import Miss, get_checked, lasting
 from qcfuse_rag.store.key import Base, ChunkKey
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -285,8 +285,6 @@ class WarmJob:
     def _copy_down(self, split: WorkSplit) -> None:
         """Write to the farthest tier what only a nearer one has; what is damaged there is computed."""
         store = self._target.store
-        tiers = store.tiers[:-1] if split.nearer else ()
-        saved_ms = {entry.address: entry.saved_ms for tier in tiers for entry in tier.entries()}
         for chunk in split.nearer:
             found = get_checked(store, chunk.key)
             if isinstance(found, Miss):
@@ -294,13 +292,13 @@ class WarmJob:
                 split.work.append(chunk)
             else:
                 self._written.append(chunk.key)
-                store.put(chunk.key, found, saved_ms=saved_ms.get(store.address(chunk.key)))
+                store.put(chunk.key, found)
 
     def _split(self, limit_bytes: int | None) -> WorkSplit:
         target = self._target
         split, size = WorkSplit(), target.entry_bytes(len(target.prefix_ids))
         context_tokens = target.lm.context_window.tokens
-        stored = target.store.stored(chunk.key for chunk in self._pending)
+        stored = lasting(target.store, (chunk.key for chunk in self._pending))
         for chunk in self._pending:
             length = len(chunk.ids) + (len(target.prefix_ids) if chunk.base.after_prefix else 0)
             length += len(target.primer) if chunk.base.primed else 0

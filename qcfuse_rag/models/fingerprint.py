@@ -7,9 +7,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,16 +23,16 @@ from qcfuse_rag.models.rope import LayerRope
 if TYPE_CHECKING:  # a store imports fingerprints and is opened without a model; transformers imports slowly
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# Configuration fields that say where a model came from, how it runs, was trained or ends an answer, or that are seen in
-# the weights' names or in the measured rotations.
+# Fields that say where a model came from, how it runs, was trained or ends answers, or that weights or rotations show.
 NOT_IDENTITY = re.compile(
-    r"_.*|model_type|transformers_version|(torch_)?dtype|architectures|use_cache|return_dict|output_.*|.*_token_id"
-    r"|.*dropout.*|.*_pdrop|initializer_range|router_aux_loss_coef|problem_type|id2label|label2id|tie_word_embeddings"
-    r"|mlp_layer_types|first_k_dense_replace|partial_rotary_factor|quantization_config"
+    r"_.*|model_type|transformers_version|gguf_file|(torch_)?dtype|architectures|use_cache|return_dict|output_.*"
+    r"|.*_token_id|.*dropout.*|.*_pdrop|initializer_range|router_aux_loss_coef|problem_type|id2label|label2id"
+    r"|tie_word_embeddings|mlp_layer_types|first_k_dense_replace|partial_rotary_factor"
 )
 # Fields that count at the class's default too: where a later version has another one, it computes something else.
-CONSTANTS = {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "hidden_act"}
-CONSTANTS |= {"hidden_activation", "sliding_window", "attn_logit_softcapping", "num_experts_per_tok"}
+ALWAYS = {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "hidden_act"}
+ALWAYS |= {"hidden_activation", "sliding_window", "attn_logit_softcapping", "num_experts_per_tok"}
+ALWAYS |= {"quantization_config"}  # no class declares it
 
 
 @dataclass(frozen=True)
@@ -94,33 +94,28 @@ def hash_config(config: PreTrainedConfig) -> str:
     Defaults, what the class derives from other fields, and fields that it does not know do not count: so those that a
     later version adds do not.
     """
-    full = _identity(config)
 
     def made(fields: dict[str, Any]) -> dict[str, Any]:
         try:
-            return _identity(type(config)(**copy.deepcopy(fields)))
+            return _identity(type(config)(**copy.deepcopy(fields)).to_dict())
         except Exception:  # of any class: it cannot be made without what was left out
             return {}
-
-    def same(fields: dict[str, Any]) -> bool:
-        return made(fields).items() >= known.items()
 
     logger = logging.getLogger("transformers")  # it would warn of what is only tried
     level = logger.level
     logger.setLevel(logging.ERROR)
-    try:
-        default = made({})
-        known = {name: full[name] for name in (default or full) if name in full}
-        fields = {name: value for name, value in known.items() if default.get(name) != value}
-        if not same(fields):  # such as a default where another value would be derived
-            fields = known
-        fields = _fewest(fields, same)
-    finally:
-        logger.setLevel(level)
-    fields |= {name: full[name] for name in CONSTANTS & full.keys() if full[name] is not None}
-    quantization = config.to_dict().get("quantization_config")
-    if isinstance(quantization, dict):
-        fields["quantization_config"] = {k: v for k, v in quantization.items() if k != "gguf_file"}
+    full, default = _identity(config.to_dict()), made({})
+    known = {name: full[name] for name in default or full if name in full}
+    fields = {name: value for name, value in known.items() if default.get(name) != value}
+    if not made(fields).items() >= known.items():  # such as a default where another value would be derived
+        fields = known
+    for *outer, name in _paths(fields):
+        rest = copy.deepcopy(fields)
+        reduce(lambda part, key: part.get(key, {}), outer, rest).pop(name, None)
+        if made(rest).items() >= known.items():
+            fields = rest
+    logger.setLevel(level)
+    fields |= {name: full[name] for name in ALWAYS & full.keys() if full[name] is not None}
     return digest(json.dumps({**fields, "model_type": config.model_type}, sort_keys=True, default=str).encode())
 
 
@@ -158,23 +153,17 @@ def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from plain_parts(f"{name}.{part}", getattr(tensor, part))
 
 
-def _identity(config: PreTrainedConfig) -> dict[str, Any]:
-    return {name: value for name, value in config.to_dict().items() if not NOT_IDENTITY.fullmatch(name)}
+def _identity(fields: dict[str, Any]) -> dict[str, Any]:
+    counted = {name: value for name, value in fields.items() if not NOT_IDENTITY.fullmatch(str(name))}
+    return {name: _identity(value) if isinstance(value, dict) else value for name, value in counted.items()}
 
 
-def _fewest(fields: dict[str, Any], same: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Return the fields but for those, and for those in them, without which the rest makes the same."""
+def _paths(fields: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the keys that lead to every field, those of a field before those in it."""
     for name in sorted(fields):
-        rest = {other: value for other, value in fields.items() if other != name}
-        if same(rest):
-            fields = rest
-        elif isinstance(fields[name], dict):
-
-            def same_with(part: dict[str, Any], rest: dict[str, Any] = rest, name: str = name) -> bool:
-                return same({**rest, name: part})
-
-            fields = {**rest, name: _fewest(fields[name], same_with)}
-    return fields
+        yield (name,)
+        inner = fields[name] if isinstance(fields[name], dict) else {}
+        yield from ((name, *path) for path in _paths(inner))
 
 
 def _hash_layout(ropes: tuple[LayerRope, ...], recurrent: Collection[RecurrentLayer]) -> str:

@@ -6,11 +6,10 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -65,7 +64,7 @@ class BlobStore(Protocol):
 
 ENDING = ".kv"
 QUARANTINE = "quarantine"
-MOST_ASKED = 2000  # keys; of more, all entries are listed: a thousand names come in one answer
+MOST_ASKED = 500  # addresses; for more, all entries are listed: a thousand names come in one answer
 MOST_THREADS = 64  # requests without an answer, those included that nobody waits for any more
 ANSWER_S, LISTING_S = 20.0, 600.0
 """Most seconds for a whole answer and a whole listing, however slowly it comes; clients' own timeouts are for a packet.
@@ -143,13 +142,10 @@ class RemoteStore(EntryStore):
         except StoreError:
             return False
 
-    def stored(self, keys: Iterable[ChunkKey]) -> set[str]:
-        """Return the addresses of those keys whose entries are stored; `StoreError` if the remote cannot be reached."""
-        addresses = list(map(self.address, keys))
+    def stored(self, addresses: set[str]) -> set[str]:
         if len(addresses) > MOST_ASKED and (self.ttl_s is None or self._blobs.removes_expired):
-            return {entry.address for entry in self.entries()}.intersection(addresses)
-        with ThreadPoolExecutor(MOST_THREADS // 4, thread_name_prefix="qcfuse-remote") as askers:
-            return set(compress(addresses, askers.map(self._has, addresses)))
+            return addresses.intersection(entry.address for entry in self.entries())
+        return set(filter(self._has, addresses))
 
     def _has(self, address: str) -> bool:
         exists = self._ask(lambda: self._blobs.exists(_name(address)))

@@ -65,9 +65,6 @@ class TenantStore(KVStore):
         address = self.address(key)
         return self._owns(address) and address in self.store
 
-    def stored(self, keys: Iterable[ChunkKey]) -> set[str]:
-        return self.store.stored(map(self._with_token, keys))
-
     def entries(self) -> Iterator[EntryInfo]:
         return (entry for entry in self.store.entries() if self._owns(entry.address))
 

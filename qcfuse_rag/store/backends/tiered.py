@@ -108,13 +108,6 @@ class TieredStore(KVStore):
     def __contains__(self, key: ChunkKey | str) -> bool:
         return key in self.near or key in self.far
 
-    def stored(self, keys: Iterable[ChunkKey]) -> set[str]:
-        keys = list(keys)
-        try:
-            return self.far.stored(keys)
-        except StoreError:
-            return self.near.stored(keys) if self._near_suffices else set()
-
     def entries(self) -> Iterator[EntryInfo]:
         """Yield what the farthest tier knows of every entry, and what only a nearer tier knows, such as its uses."""
         known = {entry.address: entry for entry in self.far.entries()}
