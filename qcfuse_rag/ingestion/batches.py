@@ -148,13 +148,11 @@ def system_prefix(target: PrefillTarget, *, store: bool = True) -> ChunkKV | Non
         return None
     key = target.key(BLIND, target.prefix_ids)
     stored = target.store.get(key)
-    store = store and not lasting(target.store, [key])
-    if isinstance(stored, ChunkKV) and stored.kv_dtype == LOSSLESS and check_entry(target.store, key, stored) is None:
-        if store:
-            target.store.put(key, stored)
-        return stored
     started = time.perf_counter()
-    computed = prefill_chunk(target.lm, target.prefix_ids)
-    if store:
+    if isinstance(stored, ChunkKV) and stored.kv_dtype == LOSSLESS and check_entry(target.store, key, stored) is None:
+        computed = stored
+    else:
+        computed = prefill_chunk(target.lm, target.prefix_ids)
+    if store and not lasting(target.store, [key]):
         target.store.put(key, computed, saved_ms=1000 * (time.perf_counter() - started))
     return computed

@@ -25,9 +25,10 @@ if TYPE_CHECKING:  # a store imports fingerprints and is opened without a model;
 
 # Fields that say where a model came from, how it runs, was trained or ends answers, or that weights or rotations show.
 NOT_IDENTITY = re.compile(
-    r"_.*|model_type|transformers_version|gguf_file|(torch_)?dtype|architectures|use_cache|return_dict|output_.*"
+    r"_.*|model_type|transformers_version|gguf_file|(torch_)?dtype|architectures|use_cache|return_dict"
     r"|.*_token_id|.*dropout.*|.*_pdrop|initializer_range|router_aux_loss_coef|problem_type|id2label|label2id"
-    r"|tie_word_embeddings|mlp_layer_types|first_k_dense_replace|partial_rotary_factor"
+    r"|output_(attentions|hidden_states|router_logits)|tie_word_embeddings|mlp_layer_types|first_k_dense_replace"
+    r"|partial_rotary_factor"
 )
 # Fields that count at the class's default too: where a later version has another one, it computes something else.
 ALWAYS = {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "hidden_act"}
