@@ -154,5 +154,6 @@ def system_prefix(target: PrefillTarget, *, store: bool = True) -> ChunkKV | Non
     else:
         computed = prefill_chunk(target.lm, target.prefix_ids)
     if store and not lasting(target.store, [key]):
-        target.store.put(key, computed, saved_ms=1000 * (time.perf_counter() - started))
+        elapsed_ms = 1000 * (time.perf_counter() - started)
+        target.store.put(key, computed, saved_ms=None if computed is stored else elapsed_ms)
     return computed
