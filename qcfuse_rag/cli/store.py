@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,22 +31,31 @@ Addresses = Annotated[list[str] | None, typer.Argument(help="Addresses of entrie
 
 @store_app.command()
 def stats(folder: Folder, as_json: Json = False) -> None:
-    """Show the contents and the settings of a store."""
+    """Show the contents and the settings of a store, and what the model warmed last cannot reuse, with the reason."""
     from qcfuse_rag.library.folder import open_disk_tier
+    from qcfuse_rag.library.settings import LibrarySettings
     from qcfuse_rag.models.fingerprint import Fingerprint
+    from qcfuse_rag.store.admin import count_by_model
 
     with open_disk_tier(folder) as store:
         stats, models, settings = store.stats()[0], store.models(), asdict(store.settings)
+        counts = count_by_model(store) if len(models) > 1 else dict.fromkeys(models, (stats.entries, stats.size_bytes))
     settings["encrypted"] = settings.pop("secret") is not None
+    last = LibrarySettings.load(folder).fingerprint or next(reversed(models.values()), {})
+    rows, lines = list[dict[str, Any]](), list[str]()
+    for name, fields in models.items():
+        model, (entries, size_bytes) = Fingerprint(**fields), counts.get(name, (0, 0))
+        differs = model.differences(last)
+        rows.append({**fields, "entries": entries, "size_bytes": size_bytes, "differs": differs})
+        line = f"  model {name[:12]}: {entries:,} chunks, {size(size_bytes)}, weights {model.weights[:12]}, dtype "
+        reason = f"; not reused by the model warmed last: {', '.join(differs)} differ" * bool(differs)
+        lines.append(f"{line}{model.number_formats}{reason}")
     print_result(
-        {**asdict(stats), "settings": settings, "models": list(models.values())},
+        {**asdict(stats), "settings": settings, "models": rows},
         as_json,
         f"{stats.entries} chunks, {size(stats.size_bytes)} of {size(stats.limit_bytes or 0)}, in {store.folder}",
         "  " + ", ".join(f"{name} {settings[name]}" for name in ("kv_dtype", "eviction", "ttl_s", "encrypted")),
-        *(
-            f"  model {name[:12]}: weights {m['weights'][:12]}, dtype {Fingerprint(**m).number_formats}"
-            for name, m in models.items()
-        ),
+        *lines,
     )
 
 

@@ -106,6 +106,8 @@ class Corpus:
             ValueError: if there are not as many sources or priorities as passages.
         """
         given, texts = WarmSettings(**options), list(texts)
+        for tier in self._store.tiers:
+            tier.restore()
         bases = self.bases if given.bases is None else tuple(given.bases)
         chunks = [self._prompts.chunk_ids(text) for text in texts]
         sources_of = [None] * len(chunks) if given.sources is None else list(given.sources)
@@ -213,7 +215,7 @@ class Corpus:
             StoreError: if the manifest cannot be opened.
         """
         with self._opening:
-            if self._sources is None or self._sources.manifest.forked:
+            if self._sources is None or self._sources.manifest.forked or self._sources.manifest.replaced:
                 self._inherited = self._sources  # to close it here would close it for the parent process
                 self._sources = Sources(self._store)
                 with suppress(StoreError):  # the manifest may be readable only

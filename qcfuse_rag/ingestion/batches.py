@@ -17,7 +17,7 @@ from qcfuse_rag.ingestion.prefill import (
     prefill_chunk,
     prefill_chunks,
 )
-from qcfuse_rag.store.backends.base import check_entry
+from qcfuse_rag.store.backends.base import check_entry, lasting
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.key import BLIND, Base
 from qcfuse_rag.store.quantization import LOSSLESS
@@ -148,10 +148,12 @@ def system_prefix(target: PrefillTarget, *, store: bool = True) -> ChunkKV | Non
         return None
     key = target.key(BLIND, target.prefix_ids)
     stored = target.store.get(key)
-    if isinstance(stored, ChunkKV) and stored.kv_dtype == LOSSLESS and check_entry(target.store, key, stored) is None:
-        return stored
     started = time.perf_counter()
-    computed = prefill_chunk(target.lm, target.prefix_ids)
-    if store and key not in target.store:
-        target.store.put(key, computed, saved_ms=1000 * (time.perf_counter() - started))
+    if isinstance(stored, ChunkKV) and stored.kv_dtype == LOSSLESS and check_entry(target.store, key, stored) is None:
+        computed = stored
+    else:
+        computed = prefill_chunk(target.lm, target.prefix_ids)
+    if store and not lasting(target.store, [key]):
+        elapsed_ms = 1000 * (time.perf_counter() - started)
+        target.store.put(key, computed, saved_ms=None if computed is stored else elapsed_ms)
     return computed

@@ -14,6 +14,7 @@ from qcfuse_rag.ingestion.batches import BatchResult, compute_batch, plan_batche
 from qcfuse_rag.ingestion.extension import ComputedBase, EntryPlan, EntryWriter, Related
 from qcfuse_rag.ingestion.prefill import Batch, Ids, PendingChunk, PrefillTarget, instruction_ids
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.store.backends.base import Miss, get_checked, lasting
 from qcfuse_rag.store.key import Base, ChunkKey
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -43,7 +44,7 @@ class WarmCounts:
 
     Attributes:
         chunks: number of distinct chunks times bases.
-        present: chunks that are stored already.
+        present: chunks that are stored already; those that the farthest tier lacks are copied there.
         left_out: chunks not to prefill because the store has no room for them beside more wanted ones.
         tokens: tokens of the chunks to prefill.
         size_bytes: bytes of the keys and values to write.
@@ -111,6 +112,7 @@ class WorkSplit:
 
     work: list[PendingChunk] = field(default_factory=list)
     present: int = 0
+    nearer: list[PendingChunk] = field(default_factory=list)  # those present that the farthest tier lacks
     left_out: int = 0
     refreshed: int = 0
     stalest: float = 0.0
@@ -223,6 +225,7 @@ class WarmJob:
         """
         target, started = self._target, time.perf_counter()
         split = self._split(target.store.limit_bytes)
+        self._copy_down(split)
         prefix = system_prefix(target) if self._pending else None
         results: list[BatchResult] = []
         try:
@@ -279,16 +282,31 @@ class WarmJob:
             self._writer.confirm(self._unconfirmed[-1])
             self._unconfirmed.pop()
 
+    def _copy_down(self, split: WorkSplit) -> None:
+        """Write to the farthest tier what only a nearer one has; what is damaged there is computed."""
+        store = self._target.store
+        for chunk in split.nearer:
+            found = get_checked(store, chunk.key)
+            if isinstance(found, Miss):
+                split.present -= 1
+                split.work.append(chunk)
+            else:
+                self._written.append(chunk.key)
+                store.put(chunk.key, found)
+
     def _split(self, limit_bytes: int | None) -> WorkSplit:
         target = self._target
         split, size = WorkSplit(), target.entry_bytes(len(target.prefix_ids))
         context_tokens = target.lm.context_window.tokens
+        stored = lasting(target.store, (chunk.key for chunk in self._pending))
         for chunk in self._pending:
             length = len(chunk.ids) + (len(target.prefix_ids) if chunk.base.after_prefix else 0)
             length += len(target.primer) if chunk.base.primed else 0
             entry_size = target.entry_bytes(len(chunk.ids))
             size += entry_size
-            if chunk.key in target.store:
+            fits, lasts = limit_bytes is None or size <= limit_bytes, target.store.address(chunk.key) in stored
+            # The record of what a derived entry is made from may be lost with the farthest tier: it is made again.
+            if lasts or (fits and not chunk.base.derived and chunk.key in target.store):
                 plan = self._plans.get(chunk.base)
                 staleness = 0.0 if plan is None else plan.staleness(chunk)
                 if staleness > REFRESH_ABOVE:
@@ -296,6 +314,7 @@ class WarmJob:
                     split.work.append(chunk)
                 else:
                     split.present += 1
+                    split.nearer += [] if lasts else [chunk]
                     split.stalest = max(split.stalest, staleness)
             elif length > context_tokens:
                 if not chunk.base.primed:  # a primed cache is not made then, and the framed one is used in its place
@@ -305,7 +324,7 @@ class WarmJob:
                     )
                     split.failed.setdefault(chunk.index, reason)  # once for all bases
                 size -= entry_size
-            elif limit_bytes is not None and size > limit_bytes:
+            elif not fits:
                 split.left_out += 1
                 size -= entry_size
             else:

@@ -20,6 +20,7 @@ from qcfuse_rag.store.backends.files import FILES_BESIDE, FOLDERS
 from qcfuse_rag.store.backends.index import DiskQuota
 from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
 from qcfuse_rag.store.documents.sources import FILE_NAME, Garbage, Manifest, manifest_damage
+from qcfuse_rag.store.entry.codec import MappedFile, open_chunk
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.quantization import LOSSLESS
 
@@ -114,6 +115,16 @@ def _copy(
         if progress is not None:
             progress(done, len(wanted))
     return report
+
+
+def count_by_model(store: DiskStore) -> dict[str, tuple[int, int]]:
+    """Return number and bytes of each model's entries, by the digest of its fingerprint; reads every header."""
+    sizes: dict[str, list[int]] = {}
+    for entry in store.entries():
+        with suppress(OSError, CorruptEntry):
+            header = MappedFile(store.files.path(entry.address), header_only=True)
+            sizes.setdefault(open_chunk(header, store.cipher)[0].fingerprint.digest, []).append(entry.size_bytes)
+    return {name: (len(found), sum(found)) for name, found in sizes.items()}
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from qcfuse_rag.models.fingerprint import Fingerprint
-from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss
+from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss, lasting
 from qcfuse_rag.store.chunk import Blocks, ChunkKV, to_format
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 
@@ -218,6 +218,7 @@ class KVStoreTests:
         store.get(example_key(1))
         stats = store.stats()
         assert store.address(example_key()) in store.tiers[-1]
+        assert lasting(store, [example_key(), example_key(1)]) == {store.address(example_key())}
         assert sum(s.hits for s in stats) == 1
         assert stats[-1].misses == 1
         assert 0 < stats[-1].size_bytes <= (stats[-1].limit_bytes or 1 << 40)

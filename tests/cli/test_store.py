@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,9 @@ import pytest
 from qcfuse_rag import DiskStore, open_store
 from qcfuse_rag.library.index import IndexedPassage, PassageIndex, RetrievalLog
 from qcfuse_rag.library.jobs import JobRecord
+from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.models.fingerprint import digest
+from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support.cli import Run
@@ -43,6 +47,34 @@ def test_stats_of_a_store_and_of_the_library_around_it(run: Run, folder: Path) -
     assert stats["settings"]["eviction"] == "cost"
     assert run.json("store", "stats", "--store", folder.parent)["entries"] == 4
     assert "4 chunks" in run.text("store", "stats", "--store", folder)
+
+
+def test_stats_say_what_the_model_warmed_last_cannot_reuse_and_why(run: Run, folder: Path) -> None:
+    """After an update the same weights may have another configuration; another dtype is another model too."""
+    fingerprint = example_key().fingerprint
+    with DiskStore(folder) as store:
+        for number, fields in enumerate(({"config": "later"}, {"config": "later", "dtype": "bfloat16"})):
+            changed = replace(fingerprint, **fields)
+            store.put(replace(example_key(7), fingerprint=changed), example_chunk(7))
+            os.utime(folder / "models" / f"{changed.digest}.json", (0, 2**31 + number))
+    models = run.json("store", "stats", "--store", folder)["models"]
+    assert [(model["entries"], model["differs"]) for model in models] == [
+        (4, ["config", "dtype"]),
+        (1, ["dtype"]),
+        (1, []),
+    ]
+    assert sum(model["size_bytes"] for model in models) == run.json("store", "stats", "--store", folder)["size_bytes"]
+    text = run.text("store", "stats", "--store", folder)
+    assert "4 chunks" in text
+    assert text.count("not reused by the model warmed last") == 2
+    assert "config, dtype differ" in text
+
+
+def test_stats_of_a_library_take_the_model_of_its_last_job(run: Run, folder: Path) -> None:
+    last = {**example_key().fingerprint.fields(), "tokenizer": "another"}
+    LibrarySettings(folder=folder.parent, fingerprint=last, template=PromptTemplate()).save()
+    [model] = run.json("store", "stats", "--store", folder.parent)["models"]
+    assert (model["entries"], model["differs"]) == (4, ["tokenizer"])
 
 
 def test_health(run: Run, folder: Path) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
-from transformers import PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.models.fingerprint import Fingerprint, fingerprint_model
+from qcfuse_rag.models.fingerprint import Fingerprint, fingerprint_model, hash_config
 from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support.families import build_model, build_tokenizer
+
+SAVED = Path(__file__).parent.parent / "data" / "configs"
+"""What versions of transformers save of the nine families whose fields they changed, and the hash that each gave."""
+VERSIONS = ("5.15.0", "5.23.0")
 
 
 def of(tokenizer: PreTrainedTokenizerFast, family: str = "llama", **changes: object) -> Fingerprint:
@@ -41,6 +49,82 @@ def test_each_cause_has_its_own_field(tokenizer: PreTrainedTokenizerFast) -> Non
     assert reference.differences(of(other).fields()) == ["tokenizer"]
     half = build_model("llama").to(torch.bfloat16)
     assert "dtype" in reference.differences(LanguageModel.wrap(half, tokenizer).fingerprint.fields())
+
+
+def saved_configs(version: str) -> dict[str, dict[str, Any]]:
+    return json.loads((SAVED / f"transformers-{version}.json").read_text())
+
+
+@pytest.mark.parametrize("family", saved_configs(VERSIONS[0]))
+def test_a_version_of_transformers_that_adds_moves_or_derives_fields_gives_the_same_hash(family: str) -> None:
+    configs = [saved_configs(version)[family] for version in VERSIONS]
+    classes = [CONFIG_MAPPING[saved["config"]["model_type"]] for saved in configs]
+    read = [hash_config(made.from_dict(saved["config"])) for made, saved in zip(classes, configs, strict=True)]
+    assert {*read, *(saved["hash"] for saved in configs)} == {read[0]}
+    assert configs[0]["config"].keys() != configs[1]["config"].keys()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": 1e-5},
+        {"hidden_act": "gelu"},
+        {"num_attention_heads": 16},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "sliding_window": 2048},
+        {"use_sliding_window": True, "max_window_layers": 20},
+        {"layer_types": ["sliding_attention", "full_attention"] * 16},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ],
+    ids=str,
+)
+def test_what_changes_keys_and_values_changes_the_hash(changes: dict[str, Any]) -> None:
+    others = [{}, {"use_sliding_window": True}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}]
+    hashes = {hash_config(Qwen2Config(**other)) for other in others if other.keys() != changes.keys()}
+    assert hash_config(Qwen2Config(**changes)) not in hashes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        LlamaConfig().to_dict(),
+        {"num_key_value_heads": 32},  # derived from the number of heads
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        {"eos_token_id": [2, 7], "attention_dropout": 0.1, "use_cache": False},
+        {"a_field_of_a_later_version": 3},
+    ],
+    ids=["all its defaults", "a derived field", "a nested default", "generation and training", "an unknown field"],
+)
+def test_what_changes_nothing_does_not_change_the_hash(changes: dict[str, Any]) -> None:
+    assert hash_config(LlamaConfig(**{**changes})) == hash_config(LlamaConfig())
+
+
+def test_a_default_that_a_later_version_changes_is_another_hash() -> None:
+    """Of numbers that keys and values depend on: a checkpoint that leaves them out is computed in another way then."""
+
+    class LaterConfig(LlamaConfig):
+        rms_norm_eps: float = 1e-5
+
+    class SameConfig(LlamaConfig):
+        a_new_field: float = 1.0
+
+    assert hash_config(LaterConfig()) != hash_config(LlamaConfig())
+    assert hash_config(SameConfig()) == hash_config(LlamaConfig())
+
+
+def test_trying_configurations_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Without its vocabulary or its factor, a configuration makes no sense."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    config = LlamaConfig(vocab_size=200000, bos_token_id=199999, rope_parameters=rope, max_position_embeddings=512)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)  # it does not propagate
+    try:
+        caplog.clear()
+        hash_config(config)
+        assert caplog.records == []
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 def test_where_a_model_came_from_does_not_matter(tokenizer: PreTrainedTokenizerFast) -> None:

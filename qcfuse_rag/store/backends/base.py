@@ -9,6 +9,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -132,6 +133,13 @@ class KVStore(ABC):
     def __contains__(self, key: ChunkKey | str) -> bool:
         """Return whether there is an entry, without checking it; does not count as a use."""
 
+    def stored(self, addresses: set[str]) -> set[str]:
+        """Return those addresses that have an entry; `StoreError` if a remote cannot be reached."""
+        return {address for address in addresses if address in self}
+
+    def restore(self) -> None:  # noqa: B027 - most stores have no folder
+        """Create the store's folder again if it was removed while it was open."""
+
     @abstractmethod
     def entries(self) -> Iterator[EntryInfo]:
         """Yield what is known of every entry, in any order."""
@@ -240,6 +248,15 @@ class EntryStore(KVStore):
     def _count(self, what: str, count: int = 1) -> None:
         with self._lock:
             self._counts[what] += count
+
+
+def lasting(store: KVStore, keys: Iterable[ChunkKey]) -> set[str]:
+    """Return the addresses of those keys whose entries are in the store's farthest tier that can be reached."""
+    addresses = {store.address(key) for key in keys}
+    for tier in reversed(store.tiers):
+        with suppress(StoreError):
+            return tier.stored(addresses)
+    return set()
 
 
 def get_checked(store: KVStore, key: ChunkKey) -> ChunkKV | Miss:

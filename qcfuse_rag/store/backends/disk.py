@@ -240,6 +240,14 @@ class DiskStore(EntryStore):
             return False
         return exists and (self.ttl_s is None or not isinstance(self.open(address_of(key)), Miss))
 
+    def restore(self) -> None:
+        with suppress(OSError, StoreError):
+            self.files.create()
+            if read_settings(self.folder) is None:
+                resolve_settings(self.files, asdict(self.settings), self.cipher)
+                self._models = {}
+            self.change(lambda quota: quota.index.size())  # opens the index again
+
     def entries(self) -> Iterator[EntryInfo]:
         if self.quota is None:
             for address, path in self.files.entries():
@@ -314,7 +322,7 @@ class DiskStore(EntryStore):
             self.quota.index.close()
 
     def models(self) -> dict[str, dict[str, str]]:
-        """Return the fingerprints of the models whose chunks were stored here, by digest."""
+        """Return the fingerprints of the models whose chunks were stored here, by digest, the newest last."""
         return dict(self._models)
 
     def change(self, change: Callable[[DiskQuota], Result], *, again: bool = True) -> Result:
@@ -373,7 +381,7 @@ class DiskStore(EntryStore):
 
     def _read_models(self) -> dict[str, dict[str, str]]:
         models = {}
-        for path in (self.files.folder / "models").glob("*.json"):
+        for path in sorted((self.files.folder / "models").glob("*.json"), key=os.path.getmtime):
             try:
                 models[path.stem] = Fingerprint(**json.loads(path.read_text())).fields()
             except (OSError, ValueError, TypeError, RecursionError):

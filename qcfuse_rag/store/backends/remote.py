@@ -64,6 +64,7 @@ class BlobStore(Protocol):
 
 ENDING = ".kv"
 QUARANTINE = "quarantine"
+MOST_ASKED = 500  # addresses; for more, all entries are listed: a thousand names come in one answer
 MOST_THREADS = 64  # requests without an answer, those included that nobody waits for any more
 ANSWER_S, LISTING_S = 20.0, 600.0
 """Most seconds for a whole answer and a whole listing, however slowly it comes; clients' own timeouts are for a packet.
@@ -137,12 +138,20 @@ class RemoteStore(EntryStore):
 
     def __contains__(self, key: ChunkKey | str) -> bool:
         try:
-            exists = self._ask(lambda: self._blobs.exists(_name(key)))
+            return self._has(address_of(key))
         except StoreError:
             return False
+
+    def stored(self, addresses: set[str]) -> set[str]:
+        if len(addresses) > MOST_ASKED and (self.ttl_s is None or self._blobs.removes_expired):
+            return addresses.intersection(entry.address for entry in self.entries())
+        return set(filter(self._has, addresses))
+
+    def _has(self, address: str) -> bool:
+        exists = self._ask(lambda: self._blobs.exists(_name(address)))
         if not exists or self.ttl_s is None or self._blobs.removes_expired:
             return exists
-        return not isinstance(self.open(address_of(key)), Miss)  # its expiry is in its header
+        return not isinstance(self.open(address), Miss)  # its expiry is in its header
 
     def entries(self) -> Iterator[EntryInfo]:
         """Yield address and size of every entry; nothing more is known without reading them."""

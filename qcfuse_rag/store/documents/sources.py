@@ -141,6 +141,13 @@ class Manifest:
         """Whether this process was forked from the one that opened the file: SQLite cannot be shared that way."""
         return self._path is not None and self._process != os.getpid()
 
+    @property
+    def replaced(self) -> bool:
+        """Whether the open file was removed from its folder, or another one is in its place."""
+        with suppress(FileNotFoundError):
+            return self._path is not None and self._path.stat().st_ino != self._inode
+        return self._path is not None and self._path.parent.exists()  # else there is no folder for another one
+
     def version(self) -> tuple[int, int]:
         """Return a value that changes whenever this or another process has written to the manifest."""
         [(version,)] = self.read("PRAGMA data_version")
@@ -191,6 +198,7 @@ class Manifest:
     def _open(self) -> None:
         try:
             self._database, self._reader, self._writable = _open_manifest(self._path)
+            self._inode = 0 if self._path is None else self._path.stat().st_ino
         except (sqlite3.Error, OSError) as error:
             hint = "; `qcfuse store rebuild` moves it aside; then warm again" * ("not a database" in str(error))
             raise StoreError(f"cannot open {self._path}: {error}{hint}") from error
