@@ -7,6 +7,7 @@ them, so a stored copy is right wherever it is found, as near to full prefill as
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,11 +29,13 @@ from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, WarmJob, War
 from qcfuse_rag.prompts.builder import PromptBuilder, marker_number
 from qcfuse_rag.prompts.recognition import PassageIndex
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
-from qcfuse_rag.prompts.template import Tool, Turn, as_mapping
+from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore, evict_removed
-from qcfuse_rag.store.documents.sources import Sources
-from qcfuse_rag.store.key import BLIND, FRAMED, Base, ChunkKey, hash_ids
+from qcfuse_rag.store.documents.sources import Sources, wording_of
+from qcfuse_rag.store.key import BASES, BLIND, FRAMED, Base, ChunkKey, hash_ids
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,6 +123,7 @@ class Corpus:
         owned = {source: keys for source, keys in keys_by_source.items() if source is not None}
         owned_keys = {key for keys in owned.values() for key in keys} - unowned_keys
 
+        self._tell_other_wordings(chunks, bases)
         # Before the job: it may be killed, and access tags decide what an entry may be derived from.
         for source, tag in (given.access or {}).items():
             self.open_sources().restrict(source, tag)
@@ -147,6 +151,22 @@ class Corpus:
                 raise
         self._store.flush()  # last: if a remote cannot be reached, the chunks on the disk are in use all the same
         return summary
+
+    def _tell_other_wordings(self, chunks: Sequence[tuple[int, ...]], bases: Sequence[Base]) -> None:
+        """Say how many passages are stored under another wording alone, whose caches are behind another text."""
+        counts = self.open_sources().other_wordings(self.keys(ids, bases) for ids in dict.fromkeys(chunks) if ids)
+        default = PromptBuilder(self._lm.tokenizer, PromptTemplate(), shared=self._prompts)
+        known = {wording_of(base.key(self._lm.fingerprint, default.prefix_ids, ())) for base in BASES.values()}
+        others = sorted(((count, wording in known) for wording, count in counts.items()), reverse=True)
+        if others:
+            count, is_default = others[0]
+            LOG.warning(
+                "%d of these %d passages are stored under another wording of the prompt (%s), behind whose system "
+                "message they were prefilled: they are prefilled again; give both the same `prompt_template` to share",
+                count,
+                len(chunks),
+                "the default one" if is_default else "not the default one",
+            )
 
     def warm_job(
         self,

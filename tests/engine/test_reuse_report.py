@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method
 from qcfuse_rag.fusion.report import PROMPTS
 from qcfuse_rag.store.key import FRAMED
 from tests.support.engines import make_engine, make_warmed_engine
@@ -86,3 +87,26 @@ def test_nothing_is_warned_of_where_passages_are_reused_or_none_is_stored(
         for _ in range(PROMPTS):
             asked.prefill(asked.prompt(QUESTION, passages), method=REUSE)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("first", "told"), [(None, "(the default one)"), ("Be kind.", "(not the default one)")])
+def test_passages_that_are_stored_under_another_wording_are_told(
+    llama: LanguageModel, caplog: pytest.LogCaptureFixture, tmp_path: Path, first: str | None, told: str
+) -> None:
+    """Behind another system message they are prefilled again, in silence so far."""
+
+    def wording(system: str) -> PromptTemplate:
+        return PromptTemplate(messages=(("system", system), ("user", "{context}{question}")))
+
+    store = DiskStore(tmp_path)
+    make_engine(llama, store, template=None if first is None else wording(first)).warm(
+        PASSAGES[:2], sources=["a", "b"], bases=[FRAMED]
+    )
+    again = make_engine(llama, store, template=wording("Be brief."))
+    for texts, count in ((PASSAGES, 2), (PASSAGES, 0)):
+        caplog.clear()
+        again.warm(texts, sources=["a", "b", "c"], bases=[FRAMED])
+        assert [record.getMessage().startswith(f"{count} of these 3 passages") for record in caplog.records] == (
+            [True] if count else []
+        )
+        assert not count or told in caplog.text

@@ -95,7 +95,7 @@ def test_after_its_folder_was_removed_the_next_process_finds_everything(llama: L
     with make_engine(llama, open_store(tmp_path / "kv")) as engine:
         assert warm(engine) == (3, 0, 0)
         assert engine.store.limit_bytes == LIMIT
-        assert len(engine.corpus.signatures.find(" ".join(PASSAGES))) == 3
+        assert len(engine.prompt_from_text(" ".join([*PASSAGES, "?"])).passages) == 3
         assert list(engine.store.tiers[-1].models()) == [llama.fingerprint.digest]  # type: ignore[attr-defined]
         assert engine.forget("a.md") == 2
 

@@ -21,6 +21,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -584,6 +585,18 @@ class Sources:
         counts = {name: sum(address not in self._store for address in self.addresses(name)) for name in self.names()}
         return {name: count for name, count in counts.items() if count}
 
+    def other_wordings(self, passages: Iterable[Sequence[ChunkKey]]) -> dict[str, int]:
+        """Return under which wordings passages are stored that have these keys, and not under these; see `wording_of`.
+
+        The value is the number of passages under each.
+        """
+        counts = Counter[str]()
+        for keys in passages:
+            query = "SELECT DISTINCT wording FROM chunks WHERE passage = ?"
+            found = {wording for (wording,) in self.manifest.read(query, self.passage_id(keys[0]))}
+            counts.update(found if found.isdisjoint(map(wording_of, keys)) else ())
+        return dict(counts)
+
     def passage_id(self, key: ChunkKey) -> str:
         """Return the name of a passage under whatever base it is stored; as hard to guess as its address."""
         return self._store.address(key.passage_key())
@@ -617,7 +630,7 @@ class Sources:
         return self.garbage.collect()
 
     def _rows(self, name: str, keys: Mapping[str, ChunkKey]) -> list[Row]:
-        return [(name, address, _wording(key), self.passage_id(key)) for address, key in keys.items()]
+        return [(name, address, wording_of(key), self.passage_id(key)) for address, key in keys.items()]
 
     def _drop_stale(self, database: sqlite3.Connection, name: str, rows: Sequence[Row]) -> None:
         """Take from a source the chunks of the same wordings that are not among these rows."""
@@ -658,7 +671,7 @@ def advance_generation(database: sqlite3.Connection) -> None:
     database.execute(f"PRAGMA user_version = {(number + 1) % 2**31}")
 
 
-def _wording(key: ChunkKey) -> str:
+def wording_of(key: ChunkKey) -> str:
     """Return a hash that keys share which have the same model, base and prefix."""
     return digest(f"{key.fingerprint.digest} {key.base} {key.prefix}".encode())
 
