@@ -1,10 +1,14 @@
-"""Run the first passes of a process before a request waits for them, and time a recorded one."""
+"""Run the first passes of a process before a request waits for them, and time those of a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import product
 from math import ceil
+
+import torch
 
 from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.method import FixedRatio, Method
@@ -18,8 +22,12 @@ from qcfuse_rag.ingestion.primer import PRIMER
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
+from qcfuse_rag.runtime.device import fastest_s
+from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.learned_costs import overlaps
+from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.key import FRAMED
@@ -27,7 +35,9 @@ from qcfuse_rag.store.key import FRAMED
 TOKENS = 64
 """Tokens of a passage."""
 SAMPLES = 3
-"""Timed prefills; the fastest counts."""
+"""Timed passes of each size; the fastest counts."""
+GPU_ROWS = (16, 4096, 8192)
+"""Rows of timed passes: one takes as long as launching it, and two tell what rows and the keys that they see cost."""
 FEW_PASSAGES, MANY_PASSAGES = 2, 18
 """Passages of a prompt. With many, kernels split the keys, which is compiled separately."""
 SHORT_QUESTION, LONG_QUESTION = 1, 32
@@ -50,7 +60,33 @@ def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
             TextStream(runner, prefilled, SamplingParams(max_new_tokens=2)).result()
 
 
-def measure_recorded_pass(runner: ModelRunner, prompts: PromptBuilder) -> float | None:
+def measure_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
+    """Time passes on a GPU, recorded ones too, so that a guard decides well from the first request on.
+
+    Elsewhere nothing is done: a decision by the costs of passes that were run anyway is good enough.
+    """
+    lm, runner.costs.recorded_pass_s = runner.lm, recorded_pass_s(runner, prompts)
+    if not overlaps(lm):
+        return
+    sizes = sorted({min(size, lm.context_window.tokens) for size in GPU_ROWS})
+    prefill_once(lm, 0, sizes[0])  # a process's first pass pays for one-time setup
+    for size in sizes:
+        with suppress(torch.OutOfMemoryError):
+            runner.costs.observe_pass(size, size / 2, fastest_s(lm.device, partial(prefill_once, lm, 0, size), SAMPLES))
+            if lm.recurrent and size > sizes[0]:
+                first = size - sizes[0]
+                last_s = fastest_s(lm.device, partial(prefill_once, lm, first, size), SAMPLES)
+                runner.costs.observe_pass(sizes[0], size, last_s, first)
+
+
+@torch.inference_mode()
+def prefill_once(lm: LanguageModel, first: int, stop: int) -> None:
+    """Compute the last rows of a text of `stop` tokens, from `first` on."""
+    plan = RowsPlan.between(first, stop, lm.device, lm.sliding)
+    forward_rows(lm, plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, lm.empty_buffer(stop))
+
+
+def recorded_pass_s(runner: ModelRunner, prompts: PromptBuilder) -> float | None:
     """Return the fixed seconds of a recorded pass in a fused prefill; None where passes are not recorded.
 
     A short fused prefill is timed, of which the passes' fixed costs, lookups and the start of loading are most.

@@ -67,8 +67,9 @@ class DeviceTimestamp:
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceTimestamp:
-        """Return a timestamp of a device; the device may reach it later than the host."""
+        """Return a timestamp of a device; a CUDA device may reach it later than the host, which waits for others."""
         if device.type != "cuda":
+            finish(device)
             return cls(time.perf_counter())
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(device).record_event(event)

@@ -296,21 +296,28 @@ def test_prefetch_brings_passages_into_memory(llama: LanguageModel, tmp_path: Pa
 
 
 def test_warming_up_does_beforehand_what_the_first_request_would_wait_for(
-    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+    engine: FusionEngine,
 ) -> None:
     engine.method = make_method("auto")
-    with monkeypatch.context() as patch:
-        seams.passes_take(patch, lambda rows: 100.0 + rows)
-        assert engine.compile() > 0
-    assert engine.runner.costs().pass_s == pytest.approx(100), "passes are measured with nothing stored as well"
+    assert engine.compile() > 0
+    assert engine.runner.costs() is None, "on a CPU nothing is timed: the first passes would tell what set-up takes"
     engine.warm(PASSAGES)
     entries = {entry.address for entry in engine.store.entries()}
     engine.compile()
     assert {entry.address for entry in engine.store.entries()} == entries, "nothing of it is stored"
 
-    def measured(*given: object, **rest: object) -> object:
-        raise AssertionError("costs are measured in a request")
-
-    seams.measured_passes(monkeypatch, measured)
-    monkeypatch.setattr("qcfuse_rag.runtime.cost.measure_loading", measured)
     assert engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=2)).ids
+
+
+def test_passes_of_a_gpu_are_timed_before_the_first_request(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("engine.first_passes", "runtime.learned_costs"):
+        monkeypatch.setattr(f"qcfuse_rag.{module}.overlaps", lambda _: True)
+    monkeypatch.setattr("qcfuse_rag.engine.first_passes.GPU_ROWS", (16, 128, 256))
+    engine.method = make_method("auto")
+    engine.compile()
+    costs = engine.runner.costs()
+    assert costs is not None
+    assert costs.overlaps
+    assert costs.full_pass_s(256) >= costs.full_pass_s(16) > 0
