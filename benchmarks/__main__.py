@@ -22,6 +22,7 @@ MEASUREMENTS = {
     "store": "Compare writing and reading entries with plain files of the same bytes.",
     "warm": "Compare a warming job with the bare forward passes of the same passages.",
     "rerank": "Compare orders of passages from stored caches with MiniLM's, and the time with reading them anew.",
+    "prices": "Compare the times to the first token that the guard predicts with those that come.",
     "profile": "Find the critical layers of a model: those in which questions attend to their answers.",
     "kernel-floors": "Time the kernels on this GPU beside torch and their lower bounds.",
 }

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from statistics import median_low
 
@@ -33,18 +33,14 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 
 FORMAT = "samples-1"
-SAMPLES = 8
-"""Passes of a size, and loads, that count: the last ones."""
-RECENT = 6
-"""Passes of prompts that tell how busy the machine is: the last ones."""
+SAMPLES, RECENT = 8, 6
+"""Passes of a size, and loads, that count; and passes of prompts that tell how busy the machine is: the last ones."""
 TRUST = 4.5
 """What is kept counts while this process's passes predict at most so many times more or less: half way to 20 times."""
 HALF_LIFE_S = 30 * 86400.0
 """Age at which a sample counts half."""
-TIE = 0.001
-"""Weight of the usual proportions beside a sample."""
-ROWS_OF_A_PASS, SCAN_OF_A_ROW = 20.0, 0.1
-"""Usually a pass costs as much as so many rows besides, and a token of a recurrence this share of a row."""
+TIE, ROWS_OF_A_PASS, SCAN_OF_A_ROW = 0.02, 40.0, 0.1
+"""The weight, beside a sample, of what is usual: a pass costs so many rows, a recurrence's token this share of one."""
 LAUNCH_BOUND = 1.05
 """A pass on a GPU that takes at most so many times as long as the shortest may wait for the host."""
 CHANGED = 1.1
@@ -90,18 +86,11 @@ NEAR, FAR = Sample("near", 0.0).size, Sample("far", 0.0).size
 class LearnedCosts:
     """The costs of a model over a store on this machine, as far as they are known; call the object to get them.
 
-    They are kept in the store's folder; what is kept counts until this process's own passes contradict it. Safe to use
-    from several threads.
-
-    Args:
-        lm: the model.
-        store: the store.
-        passes: knows which passes are recorded.
-        now: returns the seconds since 1970.
+    They are kept in the store's folder; what is kept counts until this process's own passes contradict it. `passes`
+    knows which passes are recorded, `now` returns the seconds since 1970. Safe to use from several threads.
 
     Attributes:
-        recorded_pass_s: see `Costs`; None until `engine.first_passes` has measured it, which it does where passes are
-            recorded. It is not kept.
+        recorded_pass_s: see `Costs`; None until `engine.first_passes` has measured it. It is not kept.
         refusals: number of prompts in a row that the guard refused to fuse for the cost of loading.
     """
 
@@ -128,11 +117,11 @@ class LearnedCosts:
             if costs is None:
                 return None
             pace = median_low([sample.seconds / _predicted_s(sample, costs) for sample in self._recent] or [1.0])
-        near, far = known.get(NEAR), known.get(FAR)
-        load_s, near_load_s = (far or near), None if near is None else near.seconds
+        near, far = known.get(NEAR), known.get(FAR, known.get(NEAR))
         if self.recorded_pass_s is not None:
             costs = replace(costs, recorded_pass_s=self.recorded_pass_s, recorded_rows=self._passes.most_rows)
-        return replace(costs, load_s=load_s.seconds if load_s else 0.0, near_load_s=near_load_s).at_pace(pace)
+        costs = replace(costs, load_s=far.seconds if far else 0.0, near_load_s=near.seconds if near else None)
+        return costs.at_pace(pace)
 
     def observe_pass(self, rows: float, keys: float, seconds: float, others: float = 0.0) -> Sample:
         """Learn from a pass through all layers; see `Sample`."""
@@ -169,15 +158,13 @@ class LearnedCosts:
         """Write what has been learned if it has changed; a folder that is not writable is left alone."""
         path = costs_path(self._lm, self._store)
         with self._lock:
-            known, written = self._known(), self._written
-            if path is None or (
-                known.keys() == written.keys()
-                and all(1 / CHANGED < known[size].seconds / written[size].seconds < CHANGED for size in known)
-            ):
+            known, was = self._known(), self._written
+            same = [size in was and 1 / CHANGED < known[size].seconds / was[size].seconds < CHANGED for size in known]
+            if path is None or (all(same) and len(same) == len(was)):
                 return
             self._written = known
         with suppress(OSError):
-            write_atomically(path, json.dumps([astuple(sample) for sample in known.values()]), sync=False)
+            write_atomically(path, json.dumps([asdict(sample) for sample in known.values()]), sync=False)
 
     def _observe(self, sample: Sample) -> Sample:
         with self._lock:
@@ -192,11 +179,8 @@ class LearnedCosts:
         own = {size: self._fast(samples) for size, samples in self._own.items()}
         costs, known = self._fit(own.values()), Samples()
         for size, kept in self._kept.items():
-            expected_s = kept.seconds
-            if kept.kind == "pass" and costs is not None:
-                expected_s = _predicted_s(kept, costs)
-            elif size in own:
-                expected_s = own[size].seconds
+            is_pass = kept.kind == "pass"
+            expected_s = _predicted_s(kept, costs) if is_pass and costs else own.get(size, kept).seconds
             if 1 / TRUST < kept.seconds / expected_s < TRUST:
                 known[size] = kept
         for size, samples in self._own.items():
@@ -272,11 +256,8 @@ def costs_path(lm: LanguageModel, store: KVStore) -> Path | None:
 def read_samples(path: Path) -> Samples:
     """Read what was learned; nothing if the file does not exist or is damaged."""
     try:
-        samples = [
-            Sample(str(kind), float(seconds), float(rows), float(keys), float(others), int(count), float(at))
-            for kind, seconds, rows, keys, others, count, at in json.loads(path.read_text())
-        ]
-        is_sound = all(sample.seconds > 0 and np.isfinite(astuple(sample)[1:]).all() for sample in samples)
-        return {sample.size: sample for sample in samples} if is_sound else {}
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        samples = [Sample(**fields) for fields in json.loads(path.read_text())]
+        sound = all(sample.seconds > 0 and np.isfinite(astuple(sample)[1:]).all() for sample in samples)
+        return {sample.size: sample for sample in samples} if sound else {}
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         return {}
