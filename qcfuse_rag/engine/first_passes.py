@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from itertools import product
 from math import ceil
 
@@ -22,12 +21,9 @@ from qcfuse_rag.ingestion.primer import PRIMER
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.runtime.device import fastest_s
-from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.learned_costs import overlaps
-from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.key import FRAMED
@@ -35,9 +31,10 @@ from qcfuse_rag.store.key import FRAMED
 TOKENS = 64
 """Tokens of a passage."""
 SAMPLES = 3
-"""Timed passes of each size; the fastest counts."""
-GPU_ROWS = (16, 4096, 8192)
-"""Rows of timed passes: one takes as long as launching it, and two tell what rows and the keys that they see cost."""
+"""Timed prefills of each size; the fastest counts."""
+GPU_TOKENS = (0, 4096, 8192)
+"""Passage tokens of full prefills: the first takes as long as launching, two tell what rows and the keys they see cost.
+"""
 FEW_PASSAGES, MANY_PASSAGES = 2, 18
 """Passages of a prompt. With many, kernels split the keys, which is compiled separately."""
 SHORT_QUESTION, LONG_QUESTION = 1, 32
@@ -61,29 +58,14 @@ def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
 
 
 def measure_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
-    """Time passes on a GPU, recorded ones too, so that a guard decides well from the first request on.
-
-    Elsewhere nothing is done: a decision by the costs of passes that were run anyway is good enough.
-    """
-    lm, runner.costs.recorded_pass_s = runner.lm, recorded_pass_s(runner, prompts)
-    if not overlaps(lm):
-        return
-    sizes = sorted({min(size, lm.context_window.tokens) for size in GPU_ROWS})
-    prefill_once(lm, 0, sizes[0])  # a process's first pass pays for one-time setup
-    for size in sizes:
-        with suppress(torch.OutOfMemoryError):
-            runner.costs.observe_pass(size, size / 2, fastest_s(lm.device, partial(prefill_once, lm, 0, size), SAMPLES))
-            if lm.recurrent and size > sizes[0]:
-                first = size - sizes[0]
-                last_s = fastest_s(lm.device, partial(prefill_once, lm, first, size), SAMPLES)
-                runner.costs.observe_pass(sizes[0], size, last_s, first)
-
-
-@torch.inference_mode()
-def prefill_once(lm: LanguageModel, first: int, stop: int) -> None:
-    """Compute the last rows of a text of `stop` tokens, from `first` on."""
-    plan = RowsPlan.between(first, stop, lm.device, lm.sliding)
-    forward_rows(lm, plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, lm.empty_buffer(stop))
+    """Run full prefills and recorded passes on a GPU, so that its costs are known before the first request."""
+    runner.costs.recorded_pass_s = recorded_pass_s(runner, prompts)
+    for tokens in GPU_TOKENS if overlaps(runner.lm) else ():
+        prompt = _prompt(prompts, tokens // TOKENS, SHORT_QUESTION)
+        if len(prompt) <= runner.lm.context_window.tokens:
+            with suppress(torch.OutOfMemoryError):
+                for _ in range(SAMPLES):
+                    fuse_prompt(runner, prompt, Method("first passes", base=None))
 
 
 def recorded_pass_s(runner: ModelRunner, prompts: PromptBuilder) -> float | None:

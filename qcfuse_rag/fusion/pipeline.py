@@ -193,9 +193,9 @@ def _decide(
         runner.costs.refusals = 0
         return plan, None, costs.fused_s(estimate)
     full_s = costs.full_pass_s(estimate.prompt_tokens, estimate.held_tokens)
-    loaded = replace(costs, load_s=0.0, near_load_s=0.0)
-    if method.guard.refusal(estimate, loaded) is None and runner.costs.tries_again():
-        wait_budget.lower(full_s)  # should it be right, little is lost
+    hopeful = replace(costs, load_s=0.0, near_load_s=0.0, scan_s=0.0)  # only fusing tells if these still hold
+    if method.guard.refusal(estimate, hopeful) is None and runner.costs.tries_again():
+        wait_budget.lower(full_s)  # should the refusal be right, little is lost
         return plan, None, costs.fused_s(estimate)
     reasons = [refusal]
     if method.guard.refusal(estimate.all_near, costs) is None and _copy_near(runner, plan):

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
@@ -39,12 +39,15 @@ TRUST = 4.5
 """What is kept counts while this process's passes predict at most so many times more or less: half way to 20 times."""
 HALF_LIFE_S = 30 * 86400.0
 """Age at which a sample counts half."""
-TIE, ROWS_OF_A_PASS, SCAN_OF_A_ROW = 0.02, 40.0, 0.1
+TIE, ROWS_OF_A_PASS, SCAN_OF_A_ROW = 0.02, 40.0, 0.5
 """The weight, beside a sample, of what is usual: a pass costs so many rows, a recurrence's token this share of one."""
 LAUNCH_BOUND = 1.05
 """A pass on a GPU that takes at most so many times as long as the shortest may wait for the host."""
 CHANGED = 1.1
 """A file is written when a sample's seconds have changed by this factor."""
+
+
+Size = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Sample:
     at: float = 0.0
 
     @property
-    def size(self) -> tuple[str, int, int]:
+    def size(self) -> Size:
         """Samples of one size are compared."""
         return self.kind, int(self.rows).bit_length(), int(self.keys).bit_length() // 2
 
@@ -79,7 +82,7 @@ class Sample:
         return 1.0, self.rows, self.rows * self.keys, self.others
 
 
-Samples = dict[tuple[str, int, int], Sample]
+Samples = dict[Size, Sample]
 NEAR, FAR = Sample("near", 0.0).size, Sample("far", 0.0).size
 
 
@@ -87,24 +90,22 @@ class LearnedCosts:
     """The costs of a model over a store on this machine, as far as they are known; call the object to get them.
 
     They are kept in the store's folder; what is kept counts until this process's own passes contradict it. `passes`
-    knows which passes are recorded, `now` returns the seconds since 1970. Safe to use from several threads.
+    knows which passes are recorded. Safe to use from several threads.
 
     Attributes:
         recorded_pass_s: see `Costs`; None until `engine.first_passes` has measured it. It is not kept.
-        refusals: number of prompts in a row that the guard refused to fuse for the cost of loading.
+        refusals: number of prompts in a row that the guard refused to fuse for costs that only fusing teaches.
     """
 
-    def __init__(
-        self, lm: LanguageModel, store: KVStore, passes: PrefillRunner, now: Callable[[], float] = time.time
-    ) -> None:
-        self._lm, self._store, self._passes, self._now = lm, store, passes, now
+    def __init__(self, lm: LanguageModel, store: KVStore, passes: PrefillRunner) -> None:
+        self._lm, self._store, self._passes = lm, store, passes
         # Attention to a key takes 4 h operations a layer, a row's products 24 h² at twice the rate.
         key = 2 / (6 * lm.model.get_input_embeddings().embedding_dim)
         self._usual = np.array([ROWS_OF_A_PASS, 1.0, key, SCAN_OF_A_ROW if lm.recurrent else 0.0])
-        self._own: dict[tuple[str, int, int], deque[Sample]] = {}
+        self._own: dict[Size, deque[Sample]] = {}
         self._recent: deque[Sample] = deque(maxlen=RECENT)
         self._kept: Samples | None = None
-        self._written: Samples = {}
+        self._written: dict[Size, int] = {}
         self._lock = threading.RLock()
         self.recorded_pass_s: float | None = None
         self.refusals = 0
@@ -125,7 +126,7 @@ class LearnedCosts:
 
     def observe_pass(self, rows: float, keys: float, seconds: float, others: float = 0.0) -> Sample:
         """Learn from a pass through all layers; see `Sample`."""
-        return self._observe(Sample("pass", max(seconds, 1e-9), rows, keys, others, at=self._now()))
+        return self._observe(Sample("pass", max(seconds, 1e-9), rows, keys, others, at=time.time()))
 
     def observe_prefill(
         self, estimate: PrefillEstimate, *, load_s: float, probe_s: float, recompute_s: float, parts: int = 1
@@ -142,12 +143,12 @@ class LearnedCosts:
                 if all_rows and (all_rows == length or all_rows > self._passes.most_rows):  # others are recorded
                     sample = self.observe_pass(all_rows / count, keys, seconds / count, length - all_rows)
                     self._recent.append(sample)
-            load_s += probe_s if overlaps(self._lm) else 0.0  # meanwhile more may be loaded
+            load_s += probe_s if overlaps(self._lm) and load_s > probe_s else 0.0  # loaded meanwhile, too
             if far:
                 near_s = near * self._known().get(NEAR, Sample("near", 0.0)).seconds
-                self._observe(Sample("far", max(load_s - near_s, load_s * far / (far + near)) / far, at=self._now()))
+                self._observe(Sample("far", max(load_s - near_s, load_s * far / (far + near)) / far, at=time.time()))
             elif near:
-                self._observe(Sample("near", load_s / near, at=self._now()))
+                self._observe(Sample("near", load_s / near, at=time.time()))
 
     def tries_again(self) -> bool:
         """Count a refusal; return whether to fuse all the same, as it may be wrong: the 2nd, 4th, 8th ... in a row."""
@@ -158,13 +159,12 @@ class LearnedCosts:
         """Write what has been learned if it has changed; a folder that is not writable is left alone."""
         path = costs_path(self._lm, self._store)
         with self._lock:
-            known, was = self._known(), self._written
-            same = [size in was and 1 / CHANGED < known[size].seconds / was[size].seconds < CHANGED for size in known]
-            if path is None or (all(same) and len(same) == len(was)):
-                return
-            self._written = known
-        with suppress(OSError):
-            write_atomically(path, json.dumps([asdict(sample) for sample in known.values()]), sync=False)
+            known = self._known()
+            steps = {size: round(math.log(sample.seconds, CHANGED)) for size, sample in known.items()}
+            changed, self._written = steps != self._written, steps
+        if path is not None and changed and path.parent.is_dir():  # a folder that was removed stays away
+            with suppress(OSError):
+                write_atomically(path, json.dumps([asdict(sample) for sample in known.values()]), sync=False)
 
     def _observe(self, sample: Sample) -> Sample:
         with self._lock:
@@ -175,7 +175,7 @@ class LearnedCosts:
         """Return what counts of each size: this process's samples, and a kept one that they do not contradict."""
         if self._kept is None:
             path = costs_path(self._lm, self._store)
-            self._kept = self._written = {} if path is None else read_samples(path)
+            self._kept = {} if path is None else read_samples(path)
         own = {size: self._fast(samples) for size, samples in self._own.items()}
         costs, known = self._fit(own.values()), Samples()
         for size, kept in self._kept.items():
@@ -204,7 +204,7 @@ class LearnedCosts:
             passes = [sample for sample in passes if sample.seconds > LAUNCH_BOUND * launch_s]
             if not passes:
                 return Costs(launch_s, 0.0, overlaps=True)
-        now = self._now()
+        now = time.time()
         weights = [min(sample.count, SAMPLES) / SAMPLES * 0.5 ** ((now - sample.at) / HALF_LIFE_S) for sample in passes]
         work = np.array([sample.work for sample in passes]) * usual
         seconds, roots = np.array([sample.seconds for sample in passes]), np.sqrt(weights)

@@ -314,7 +314,7 @@ def test_passes_of_a_gpu_are_timed_before_the_first_request(
 ) -> None:
     for module in ("engine.first_passes", "runtime.learned_costs"):
         monkeypatch.setattr(f"qcfuse_rag.{module}.overlaps", lambda _: True)
-    monkeypatch.setattr("qcfuse_rag.engine.first_passes.GPU_ROWS", (16, 128, 256))
+    monkeypatch.setattr("qcfuse_rag.engine.first_passes.GPU_TOKENS", (0, 128, 256))
     engine.method = make_method("auto")
     engine.compile()
     costs = engine.runner.costs()
