@@ -23,6 +23,7 @@ from qcfuse_rag import (
 )
 from qcfuse_rag.errors import PromptTooLong, StoreError
 from qcfuse_rag.prompts.recognition import PassageSignatures
+from qcfuse_rag.runtime.learned_costs import read_samples
 from qcfuse_rag.store.entry.codec import MappedFile, StoredBlocks, open_chunk
 from qcfuse_rag.store.key import BLIND, FRAMED, Base
 from tests.support import references, seams
@@ -307,6 +308,22 @@ def test_warming_up_does_beforehand_what_the_first_request_would_wait_for(
     assert {entry.address for entry in engine.store.entries()} == entries, "nothing of it is stored"
 
     assert engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=2)).ids
+
+
+def test_warming_and_answering_teach_what_passes_and_loads_take(llama: LanguageModel, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store, make_engine(llama, store) as engine:
+        engine.warm(PASSAGES)
+        [file] = tmp_path.glob("costs-*.json")
+        batches = read_samples(file)
+        assert {sample.kind for sample in batches.values()} == {"pass"}
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        engine.generate(prompt, SamplingParams(max_new_tokens=4))
+        for _ in engine.prefill_in_parts(prompt, method=make_method("full"), part_rows=lambda: len(prompt) // 4):
+            pass
+    learned = read_samples(file).values()
+    assert {sample.kind for sample in learned} > {"pass"}
+    assert any(sample.rows == 1 for sample in learned), "a decode step"
+    assert any(sample.rows == len(prompt) / 4 for sample in learned), "parts"
 
 
 def test_passes_of_a_gpu_are_timed_before_the_first_request(
