@@ -30,7 +30,7 @@ from qcfuse_rag.prompts.recognition import PassageSignatures
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.prompts.template import Tool, Turn, as_mapping
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.learned_costs import LearnedCosts
+from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore, evict_removed
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import BLIND, FRAMED, Base, ChunkKey
@@ -79,12 +79,11 @@ class Corpus:
     They are prefilled behind the wording's system prefix, by default under the method's bases.
     """
 
-    def __init__(
-        self, lm: LanguageModel, store: KVStore, prompts: PromptBuilder, method: Method, costs: LearnedCosts
-    ) -> None:
-        self._lm, self._store, self._prompts, self._costs = lm, store, prompts, costs
+    def __init__(self, runner: ModelRunner, prompts: PromptBuilder, method: Method) -> None:
+        lm, store = runner.lm, runner.store
+        self._lm, self._store, self._prompts, self._costs = lm, store, prompts, runner.costs
         primer = primer_ids([prompts.chunk_ids(passage) for passage in PRIMER], lm.context_window.tokens)
-        self._target = PrefillTarget(lm, store, prompts.prefix_ids, primer, costs)
+        self._target = PrefillTarget(lm, store, prompts.prefix_ids, primer, runner.costs)
         self._method = method
         self._sources: Sources | None = None
         self._inherited: Sources | None = None

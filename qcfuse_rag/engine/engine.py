@@ -95,7 +95,7 @@ class FusionEngine:
         self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate(), lm.context_window.tokens)
         self._system_prefixes = SystemPrefixes(lm, store)
         self.runner = ModelRunner(lm, store, load_limit_s=load_limit_s)
-        self.corpus = Corpus(lm, store, self.prompts, self.method, self.runner.costs)
+        self.corpus = Corpus(self.runner, self.prompts, self.method)
         self.prefixes = PrefixCache(prefix_bytes)
         self.runner.free_memory = self.prefixes.clear
         self.verdict: Verdict | None = None

@@ -55,12 +55,9 @@ class Sample:
     """What a pass, or loading a token, took.
 
     Attributes:
-        kind: `pass`; or `near` and `far` for a token from the store's nearest tier and from another.
-        seconds: of a pass through all layers.
-        rows, keys, others: of a pass, its rows, how many keys they see in the mean, and the tokens before its last row
-            that are no rows.
-        count: how many passes or loads it stands for.
-        at: when the last of them was, in seconds since 1970.
+        kind: `pass`, through all layers; or `near` and `far` for a token from the store's nearest tier and another.
+        rows, keys, others: of a pass, the keys that a row sees in the mean, and tokens before the last that are no row.
+        count, at: how many passes or loads it stands for, and when the last was, in seconds since 1970.
     """
 
     kind: str
@@ -132,14 +129,11 @@ class LearnedCosts:
         self, estimate: PrefillEstimate, *, load_s: float, probe_s: float, recompute_s: float, parts: int = 1
     ) -> None:
         """Learn from the stages of a prefill whose work was as estimated; its rows were computed in so many passes."""
-        tokens, held = estimate.prompt_tokens, estimate.held_tokens
-        length, near = held + tokens, estimate.near_tokens
-        far = estimate.stored_tokens - near
+        length, near = estimate.held_tokens + estimate.prompt_tokens, estimate.near_tokens
+        far, middle = estimate.stored_tokens - near, length - estimate.prompt_tokens / 2
+        probe = (estimate.probe_rows, 1, length, probe_s / estimate.probe_share)
         with self._lock:
-            for all_rows, count, keys, seconds in (
-                (estimate.probe_rows, 1, float(length), probe_s / estimate.probe_share),
-                (estimate.rows, parts, held + tokens / 2, recompute_s),
-            ):
+            for all_rows, count, keys, seconds in (probe, (estimate.rows, parts, middle, recompute_s)):
                 if all_rows and (all_rows == length or all_rows > self._passes.most_rows):  # others are recorded
                     sample = self.observe_pass(all_rows / count, keys, seconds / count, length - all_rows)
                     self._recent.append(sample)
