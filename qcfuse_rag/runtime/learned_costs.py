@@ -151,12 +151,12 @@ class LearnedCosts:
 
     def save(self) -> None:
         """Write what has been learned if it has changed; a folder that is not writable is left alone."""
-        path = costs_path(self._lm, self._store)
         with self._lock:
             known = self._known()
             steps = {size: round(math.log(sample.seconds, CHANGED)) for size, sample in known.items()}
             changed, self._written = steps != self._written, steps
-        if path is not None and changed and path.parent.is_dir():  # a folder that was removed stays away
+        path = costs_path(self._lm, self._store) if changed else None
+        if path is not None and path.parent.is_dir():  # a folder that was removed stays away
             with suppress(OSError):
                 write_atomically(path, json.dumps([asdict(sample) for sample in known.values()]), sync=False)
 
