@@ -15,7 +15,7 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.cpu_weights import Float16Linear, PackedLinear
 from qcfuse_rag.models.fingerprint import plain_parts
 from qcfuse_rag.models.quantized_weights import FORMATS, quantize_weights
-from qcfuse_rag.runtime.device import finish, timed
+from qcfuse_rag.runtime.device import fastest_s, finish
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 WINDOW = 1 << 17
@@ -50,7 +50,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def seconds(lm: LanguageModel, run: Callable[[], object]) -> float:
     """Time one call, with the work that it leaves to the device."""
     finish(lm.device)
-    return timed(lm.device, run)
+    return fastest_s(lm.device, run, 1)
 
 
 def row_operations(lm: LanguageModel, rows: float, tokens: int) -> float:

@@ -28,7 +28,7 @@ from benchmarks.floors import random_model, row_operations, seconds, step_bytes
 from benchmarks.options import Methods, ModelOptions, Ratios, Repeats, counts, shares
 from benchmarks.runner import Key, Record, Report, Run, Table, about_model, machine_conditions
 from qcfuse_rag.cli.plan import measure_ceilings
-from qcfuse_rag.engine.first_passes import measure_recorded_pass
+from qcfuse_rag.engine.first_passes import measure_passes
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.fusion.method import IN_FULL, Method
 from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
@@ -160,10 +160,10 @@ def measure_model(lm: LanguageModel, options: Options, run: Run) -> None:
         run.begin({**about_model(lm), "kernels": kernels, "kv_bytes_per_token": lm.kv_bytes_per_token}, same)
         runner = ModelRunner(lm, tiers[0].store)
         recording = {"prefill_s": seconds(lm, runner.prefills.compile), "prefill_refusal": runner.prefills.refusal}
-        runner.costs.recorded_pass_s = measure_recorded_pass(
-            runner, PromptBuilder(lm.tokenizer, PromptTemplate(), lm.context_window.tokens)
-        )
-        runners = [runner.with_store(tier.store) for tier in tiers]  # each measures its costs once, for the guard
+        runners, prompter = [], PromptBuilder(lm.tokenizer, PromptTemplate(), lm.context_window.tokens)
+        for tier in tiers:
+            runners.append(runner.with_store(tier.store))
+            measure_passes(runners[-1], prompter)
         if requests:
             recording["step_s"] = seconds(lm, lambda: runner.decodes.compile(requests))
             recording["step_refusal"] = runner.decodes.refusal

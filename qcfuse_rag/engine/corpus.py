@@ -31,6 +31,7 @@ from qcfuse_rag.prompts.recognition import PassageIndex
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore, evict_removed
 from qcfuse_rag.store.documents.sources import Sources, wording_of
 from qcfuse_rag.store.key import BASES, BLIND, FRAMED, Base, ChunkKey, hash_ids
@@ -81,10 +82,11 @@ class Corpus:
     They are prefilled behind the wording's system prefix, by default under the method's bases.
     """
 
-    def __init__(self, lm: LanguageModel, store: KVStore, prompts: PromptBuilder, method: Method) -> None:
-        self._lm, self._store, self._prompts = lm, store, prompts
+    def __init__(self, runner: ModelRunner, prompts: PromptBuilder, method: Method) -> None:
+        lm, store = runner.lm, runner.store
+        self._lm, self._store, self._prompts, self._costs = lm, store, prompts, runner.costs
         primer = primer_ids([prompts.chunk_ids(passage) for passage in PRIMER], lm.context_window.tokens)
-        self._target = PrefillTarget(lm, store, prompts.prefix_ids, primer)
+        self._target = PrefillTarget(lm, store, prompts.prefix_ids, primer, runner.costs)
         self._method = method
         self._sources: Sources | None = None
         self._inherited: Sources | None = None
@@ -149,6 +151,7 @@ class Corpus:
         except StoreError:
             if summary.warmed:  # a library that cannot be written and is warm already stays as it is
                 raise
+        self._costs.save()
         self._store.flush()  # last: if a remote cannot be reached, the chunks on the disk are in use all the same
         return summary
 

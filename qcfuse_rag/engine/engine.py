@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.config import EngineConfig, VerdictPolicy, warn_caller
 from qcfuse_rag.engine.corpus import Corpus, SystemPrefixes
-from qcfuse_rag.engine.first_passes import measure_recorded_pass, run_first_passes
+from qcfuse_rag.engine.first_passes import measure_passes, run_first_passes
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import PartRows, Parts, Prefilled, answer_room, complete, fuse_in_parts
@@ -76,7 +76,7 @@ class FusionEngine:
         prompts: builds prompts.
         prefixes: the finished requests that later prompts may begin with.
         corpus: the passages: warm, forget, prefetch, and the record of their documents.
-        runner: the model's passes and decode steps, and their measured costs.
+        runner: the model's passes and decode steps, and their learned costs.
         verdict: the verdict of `qcfuse verify` on the method and this model, where `load` found one, or None.
     """
 
@@ -93,9 +93,9 @@ class FusionEngine:
         self.lm, self.store = lm, store
         self.method = method or choose_method()
         self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate(), lm.context_window.tokens)
-        self.corpus = Corpus(lm, store, self.prompts, self.method)
         self._system_prefixes = SystemPrefixes(lm, store)
         self.runner = ModelRunner(lm, store, load_limit_s=load_limit_s)
+        self.corpus = Corpus(self.runner, self.prompts, self.method)
         self.prefixes = PrefixCache(prefix_bytes)
         self.runner.free_memory = self.prefixes.clear
         self.verdict: Verdict | None = None
@@ -411,15 +411,14 @@ class FusionEngine:
         """Do now what the first request of a process would wait for; return the seconds it took.
 
         Kernels are compiled and compared with their references, the first passes of the process are made, passes and
-        decode steps are recorded on a GPU, and the costs are measured that the method's guard decides by; those of
-        loading only if the store holds something. `load` calls it on a GPU; elsewhere call it before the first request.
+        decode steps are recorded on a GPU, whose passes are timed for the method's guard. `load` calls it on a GPU;
+        elsewhere call it before the first request.
         """
         started = time.perf_counter()
         run_first_passes(self.runner, self.prompts)
         self.runner.compile()
-        self.runner.costs.recorded_pass_s = measure_recorded_pass(self.runner, self.prompts)
         if self.method.guard is not None:
-            self.runner.costs()
+            measure_passes(self.runner, self.prompts)
         return time.perf_counter() - started
 
     def observe(self, observer: Callable[[FusionReport], None]) -> None:
@@ -443,6 +442,7 @@ class FusionEngine:
         if self._shadow is not None:
             self._shadow.close()
         self.prefixes.clear()
+        self.runner.costs.save()
         self.corpus.close()
         self.store.close()
 

@@ -1,10 +1,13 @@
-"""Run the first passes of a process before a request waits for them, and time a recorded one."""
+"""Run the first passes of a process before a request waits for them, and time those of a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
 from math import ceil
+
+import torch
 
 from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.method import FixedRatio, Method
@@ -20,6 +23,7 @@ from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.learned_costs import overlaps
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.key import FRAMED
@@ -27,7 +31,10 @@ from qcfuse_rag.store.key import FRAMED
 TOKENS = 64
 """Tokens of a passage."""
 SAMPLES = 3
-"""Timed prefills; the fastest counts."""
+"""Timed prefills of each size; the fastest counts."""
+GPU_TOKENS = (0, 4096, 8192)
+"""Passage tokens of full prefills: the first takes as long as launching, two tell what rows and the keys they see cost.
+"""
 FEW_PASSAGES, MANY_PASSAGES = 2, 18
 """Passages of a prompt. With many, kernels split the keys, which is compiled separately."""
 SHORT_QUESTION, LONG_QUESTION = 1, 32
@@ -50,7 +57,18 @@ def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
             TextStream(runner, prefilled, SamplingParams(max_new_tokens=2)).result()
 
 
-def measure_recorded_pass(runner: ModelRunner, prompts: PromptBuilder) -> float | None:
+def measure_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
+    """Run full prefills and recorded passes on a GPU, so that its costs are known before the first request."""
+    runner.costs.recorded_pass_s = recorded_pass_s(runner, prompts)
+    for tokens in GPU_TOKENS if overlaps(runner.lm) else ():
+        prompt = _prompt(prompts, tokens // TOKENS, SHORT_QUESTION)
+        if len(prompt) <= runner.lm.context_window.tokens:
+            with suppress(torch.OutOfMemoryError):
+                for _ in range(SAMPLES):
+                    fuse_prompt(runner, prompt, Method("first passes", base=None))
+
+
+def recorded_pass_s(runner: ModelRunner, prompts: PromptBuilder) -> float | None:
     """Return the fixed seconds of a recorded pass in a fused prefill; None where passes are not recorded.
 
     A short fused prefill is timed, of which the passes' fixed costs, lookups and the start of loading are most.

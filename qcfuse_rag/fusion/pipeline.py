@@ -30,6 +30,7 @@ from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.cost import PrefillEstimate
 from qcfuse_rag.runtime.device import DeviceTimestamp
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_hooks import HookedPass, LayerHook
@@ -139,6 +140,8 @@ def fuse_in_parts(
                 if retried:  # compute nothing before everything is loaded, since a chunk was unreadable
                     fused.await_all()
                 prefilled = yield from _fuse(fused, method, part_rows, started)
+                if not retried and method.layer_hook is None:
+                    _learn(fused, prefilled.report, None if plan is None else plan.estimate)
                 limit = None if room == answer_tokens else describe_limit(room, answer_tokens)
                 fallback = refusal or prefilled.report.fallback
                 report = replace(prefilled.report, fallback=fallback, predicted_s=predicted_s, answer_limit=limit)
@@ -189,22 +192,36 @@ def _decide(
     # With no passage stored, fusing is full prefill that also reports the misses.
     if method.guard is None or not estimate.stored_tokens or 0 < estimate.passages == estimate.absent:
         return plan, None, None
-    try:
-        costs = runner.costs(wait_budget.left_s)
-    except TimeoutError as error:
-        return None, f"everything is computed: the store gave {error}", None
-    except Exception as error:  # such as no memory for a measured pass; the prompt is fused without a guard
-        LOG.warning("the guard is not asked: %s: %s", type(error).__name__, error)
+    costs = runner.costs()
+    if costs is None:  # nothing was computed yet
         return plan, None, None
     refusal = method.guard.refusal(estimate, costs)
     if refusal is None:
+        runner.costs.refusals = 0
+        return plan, None, costs.fused_s(estimate)
+    full_s = costs.full_pass_s(estimate.prompt_tokens, estimate.held_tokens)
+    hopeful = replace(costs, load_s=0.0, near_load_s=0.0, scan_s=0.0)  # only fusing tells if these still hold
+    if method.guard.refusal(estimate, hopeful) is None and runner.costs.tries_again():
+        wait_budget.lower(full_s)  # should the refusal be right, little is lost
         return plan, None, costs.fused_s(estimate)
     reasons = [refusal]
     if method.guard.refusal(estimate.all_near, costs) is None and _copy_near(runner, plan):
         reasons.append("the passages that are not in memory are being copied there")
     if estimate.absent:
         reasons.append(f"{estimate.absent} of {estimate.passages} passages are absent")
-    return None, "; ".join(reasons), costs.full_pass_s(estimate.prompt_tokens, estimate.held_tokens)
+    return None, "; ".join(reasons), full_s
+
+
+def _learn(fused: FusedPrompt, report: FusionReport, estimate: PrefillEstimate | None) -> None:
+    """Have the costs learn from a prefill without a layer hook, if it has computed the rows that were estimated."""
+    if estimate is None:
+        held = fused.prefix_tokens
+        estimate = PrefillEstimate(report.prompt_tokens - held, 0, 0, 0, 1.0, held_tokens=held)
+    if report.rows == estimate.rows:
+        probe_rows = (report.row_layers / report.n_layers - report.rows) / estimate.probe_share
+        stages = {name: getattr(report.timings, name) for name in ("load_s", "probe_s", "recompute_s")}
+        estimate = replace(estimate, probe_rows=round(probe_rows))
+        fused.runner.costs.observe_prefill(estimate, **stages, parts=fused.parts or 1)
 
 
 def _copy_near(runner: ModelRunner, plan: LookupPlan) -> bool:
@@ -313,6 +330,7 @@ def _all_but_last_part(fused: FusedPrompt, plan: RowsPlan, part_rows: PartRows) 
 def _let_others_run(fused: FusedPrompt, rows_left: int) -> Parts[None]:
     """Yield the number of rows left, and note how long other requests ran."""
     began = time.perf_counter()
+    fused.parts += 1
     yield rows_left
     fused.others_s += time.perf_counter() - began
 

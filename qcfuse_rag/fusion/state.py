@@ -94,6 +94,7 @@ class FusedPrompt:
         prefix_tokens: leading positions that an earlier request has computed; see `fusion.prefix_cache`.
         prefix_exact: how many of these are full prefill's.
         others_s: seconds that other requests ran between parts of the prefill.
+        parts: number of passes that computed the rows; 0 if there was nothing between them.
     """
 
     runner: ModelRunner
@@ -109,6 +110,7 @@ class FusedPrompt:
     prefix_tokens: int = 0
     prefix_exact: int = 0
     others_s: float = 0.0
+    parts: int = 0
 
     @classmethod
     def empty(cls, runner: ModelRunner, prompt: Prompt, capacity: int) -> FusedPrompt:

@@ -268,7 +268,10 @@ class Decoder:
         if self._lookup is not None and (candidates := self._lookup.candidates(ids, left)):
             self._compute_candidates(candidates)
         else:
+            began = time.perf_counter()
             self.take_logits(self._runner.decodes([ids[-1]], [self.position], [self.buffer])[0])
+            if self._runner.lm.device.type == "cpu":  # elsewhere the host is ahead
+                self._runner.costs.observe_pass(1, self.position, time.perf_counter() - began)
 
     def take_logits(self, logits: Tensor) -> None:
         """Take the logits after the last token from a decode step that healed nothing."""
@@ -284,6 +287,7 @@ class Decoder:
         """Return the finished answer, and keep its keys and values, but for the last token's, for later prompts."""
         completion, reason = self.completion, self.finish_reason
         assert reason is not None
+        self._runner.costs.save()
         lease, computed = self._prefilled.lease, completion.ids[:-1]
         if lease is not None:
             try:

@@ -109,12 +109,17 @@ def store_batch(target: PrefillTarget, batch: Batch, system_prefix: ChunkKV | No
     """Compute a batch behind the result of `system_prefix` and store it."""
     started = time.perf_counter()
     chunks, size = compute_batch(target, batch, system_prefix), 0
-    ms_per_token = 1000 * (time.perf_counter() - started) / batch.tokens
+    seconds = time.perf_counter() - started
+    ms_per_token = 1000 * seconds / batch.tokens
     for ids, chunk in zip(batch.chunks, chunks, strict=True):
         converted = to_store_format(chunk, target.store.kv_dtype)
         target.store.put(target.key(batch.base, ids), converted, saved_ms=ms_per_token * len(ids))
         size += converted.nbytes
-    computed = len(chunks) * (max(map(len, batch.chunks)) + len(instruction_ids(target.lm.tokenizer)))
+    longest = max(map(len, batch.chunks)) + len(instruction_ids(target.lm.tokenizer))
+    computed = len(chunks) * longest
+    if target.costs is not None and target.lm.device.type == "cpu" and not isinstance(batch.base, ComputedBase):
+        before = len(target.prefix_ids) + (len(target.primer) if batch.base.primed else 0)
+        target.costs.observe_pass(computed, before + longest / 2, seconds)
     return BatchResult(len(chunks), batch.tokens, computed, size)
 
 

@@ -21,6 +21,7 @@ from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.learned_costs import LearnedCosts
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.store.backends.base import KVStore
@@ -176,6 +177,7 @@ class PrefillTarget:
     store: KVStore
     prefix_ids: Ids  # of the system prefix
     primer: Ids = ()  # in front of primed chunks, see `ingestion.primer`; empty without primed bases
+    costs: LearnedCosts | None = None  # learn from batches on a CPU
 
     @cached_property
     def primed_prefix(self) -> ChunkKV:

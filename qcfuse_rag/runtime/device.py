@@ -42,17 +42,15 @@ def finish(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def timed(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the seconds that some work takes on the host and a device."""
-    started = time.perf_counter()
-    work()
-    finish(device)
-    return time.perf_counter() - started
-
-
 def fastest_s(device: torch.device, work: Callable[[], object], samples: int) -> float:
-    """Return the seconds of the fastest of several runs; other work disturbs it least."""
-    return min(timed(device, work) for _ in range(samples))
+    """Return the seconds of the fastest of several runs on the host and a device; other work disturbs it least."""
+    times = []
+    for _ in range(samples):
+        started = time.perf_counter()
+        work()
+        finish(device)
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +65,9 @@ class DeviceTimestamp:
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceTimestamp:
-        """Return a timestamp of a device; the device may reach it later than the host."""
+        """Return a timestamp of a device; a CUDA device may reach it later than the host, which waits for others."""
         if device.type != "cuda":
+            finish(device)
             return cls(time.perf_counter())
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(device).record_event(event)

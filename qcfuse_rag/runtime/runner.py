@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 
 from qcfuse_rag.runtime.buffer import BufferPool, KVBuffer
-from qcfuse_rag.runtime.cost import MeasuredCosts
 from qcfuse_rag.runtime.graphs.runners import DecodeRunner, PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.learned_costs import LearnedCosts
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.memory import MemoryStore
 
@@ -35,7 +35,7 @@ class ModelRunner:
     Attributes:
         prefills: computes rows of a prompt.
         decodes: computes the next token's row of one or several requests.
-        costs: the measured costs of passes and loading, which a method's guard uses.
+        costs: the learned costs of passes and loading, which a method's guard uses.
         pool: provides buffers in host memory.
         free_memory: called if a device has no memory for a request's buffer, which is then allocated again; None if
             nothing can be freed.
@@ -54,7 +54,7 @@ class ModelRunner:
         self.load_limit_s, self.overlap = load_limit_s, overlap
         self.prefills = PrefillRunner(lm)
         self.decodes = DecodeRunner(lm)
-        self.costs = MeasuredCosts(lm, store, self.prefills)
+        self.costs = LearnedCosts(lm, store, self.prefills)
         self.pool: BufferPool | None = BufferPool()
         self.free_memory: Callable[[], None] | None = None
         kernels_available(lm.device, lm.dtype, lm.widest_head)
@@ -63,7 +63,7 @@ class ModelRunner:
         """Return a runner of the same model over another store; recorded passes and pool are shared."""
         _page_lock(self.lm, store)
         runner = copy.copy(self)
-        runner.store, runner.costs = store, MeasuredCosts(self.lm, store, self.prefills)
+        runner.store, runner.costs = store, LearnedCosts(self.lm, store, self.prefills)
         runner.costs.recorded_pass_s = self.costs.recorded_pass_s
         return runner
 

@@ -23,6 +23,7 @@ from qcfuse_rag import (
 )
 from qcfuse_rag.errors import PromptTooLong, StoreError
 from qcfuse_rag.prompts.recognition import PassageIndex
+from qcfuse_rag.runtime.learned_costs import read_samples
 from qcfuse_rag.store.entry.codec import MappedFile, StoredBlocks, open_chunk
 from qcfuse_rag.store.key import BLIND, FRAMED, Base
 from tests.support import references, seams
@@ -296,21 +297,44 @@ def test_prefetch_brings_passages_into_memory(llama: LanguageModel, tmp_path: Pa
 
 
 def test_warming_up_does_beforehand_what_the_first_request_would_wait_for(
-    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+    engine: FusionEngine,
 ) -> None:
     engine.method = make_method("auto")
-    with monkeypatch.context() as patch:
-        seams.passes_take(patch, lambda rows: 100.0 + rows)
-        assert engine.compile() > 0
-    assert engine.runner.costs().pass_s == pytest.approx(100), "passes are measured with nothing stored as well"
+    assert engine.compile() > 0
+    assert engine.runner.costs() is None, "on a CPU nothing is timed: the first passes would tell what set-up takes"
     engine.warm(PASSAGES)
     entries = {entry.address for entry in engine.store.entries()}
     engine.compile()
     assert {entry.address for entry in engine.store.entries()} == entries, "nothing of it is stored"
 
-    def measured(*given: object, **rest: object) -> object:
-        raise AssertionError("costs are measured in a request")
-
-    seams.measured_passes(monkeypatch, measured)
-    monkeypatch.setattr("qcfuse_rag.runtime.cost.measure_loading", measured)
     assert engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=2)).ids
+
+
+def test_warming_and_answering_teach_what_passes_and_loads_take(llama: LanguageModel, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store, make_engine(llama, store) as engine:
+        engine.warm(PASSAGES)
+        [file] = tmp_path.glob("costs-*.json")
+        batches = read_samples(file)
+        assert {sample.kind for sample in batches.values()} == {"pass"}
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        engine.generate(prompt, SamplingParams(max_new_tokens=4))
+        for _ in engine.prefill_in_parts(prompt, method=make_method("full"), part_rows=lambda: len(prompt) // 4):
+            pass
+    learned = read_samples(file).values()
+    assert {sample.kind for sample in learned} > {"pass"}
+    assert any(sample.rows == 1 for sample in learned), "a decode step"
+    assert any(sample.rows == len(prompt) / 4 for sample in learned), "parts"
+
+
+def test_passes_of_a_gpu_are_timed_before_the_first_request(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("engine.first_passes", "runtime.learned_costs"):
+        monkeypatch.setattr(f"qcfuse_rag.{module}.overlaps", lambda _: True)
+    monkeypatch.setattr("qcfuse_rag.engine.first_passes.GPU_TOKENS", (0, 128, 256))
+    engine.method = make_method("auto")
+    engine.compile()
+    costs = engine.runner.costs()
+    assert costs is not None
+    assert costs.overlaps
+    assert costs.full_pass_s(256) >= costs.full_pass_s(16) > 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,18 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TieredStore, make_method
-from qcfuse_rag.errors import StoreError
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, SamplingParams, TieredStore, make_method
 from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.method import BreakEven, Method
 from qcfuse_rag.fusion.pipeline import Prefilled, fuse_prompt
 from qcfuse_rag.fusion.state import FusedPrompt
-from qcfuse_rag.runtime.cost import Costs, PrefillEstimate, measure_loading
+from qcfuse_rag.runtime.cost import Costs, PrefillEstimate
 from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
-from qcfuse_rag.store.backends.base import EntryInfo
+from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.key import FRAMED
-from tests.support import seams
-from tests.support.engines import loading_first, look_up, make_engine, make_warmed_engine
+from tests.support.engines import loading_first, look_up, make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 FAST = Costs(pass_s=0.01, row_s=0.001, load_s=1e-6)
@@ -37,7 +35,7 @@ def guarded(ratio: float = 0.1) -> Method:
 
 def ask(engine: FusionEngine, costs: Costs, method: Method | None = None, texts: list[str] = PASSAGES) -> Prefilled:
     """Prefill under a guard that knows these costs."""
-    runner = loading_first(engine.lm, engine.store, costs=lambda: costs)
+    runner = loading_first(engine.lm, engine.store, costs=costs)
     return fuse_prompt(runner, engine.prompt(QUESTION, texts), method or guarded())
 
 
@@ -113,33 +111,43 @@ def test_a_guards_reason_names_what_was_absent_besides(engine: FusionEngine) -> 
     assert str(report.fallback).endswith("; 2 of 3 passages are absent")
 
 
-def test_nothing_is_measured_for_a_prompt_of_which_nothing_is_stored(engine: FusionEngine) -> None:
-    asked = []
-    runner = loading_first(engine.lm, MemoryStore(), costs=lambda: asked.append(None) or FAST)
+def test_a_prompt_is_fused_while_nothing_is_known(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
-    assert fuse_prompt(runner, prompt, guarded()).report.rows == len(prompt)
-    assert not asked
+    with MemoryStore() as store:
+        make_engine(engine.lm, store).warm(PASSAGES, bases=(FRAMED,))
+        runner = loading_first(engine.lm, store)
+        first, second = (fuse_prompt(runner, prompt, guarded()).report for _ in range(2))
+    assert (first.base, first.predicted_s) == ("framed", None)
+    assert second.predicted_s is not None, "the first one has taught something"
 
 
-def test_an_error_while_costs_are_measured_costs_the_guard_alone(engine: FusionEngine) -> None:
-    def fail() -> Costs:
-        raise torch.OutOfMemoryError("no memory for 4,096 rows")
-
+@pytest.mark.parametrize(
+    ("costs", "fused"),
+    [(DEAR, [False, True, False, True]), (replace(DEAR, pass_s=10.0), [False] * 4)],
+    ids=["loading is dear", "fusing never pays"],
+)
+def test_a_prompt_that_is_refused_for_loading_is_fused_now_and_then(
+    costs: Costs, fused: list[bool], engine: FusionEngine
+) -> None:
+    """A wrong price of loading would stay for ever: only what is loaded can correct it."""
     engine.warm(PASSAGES, bases=(FRAMED,))
-    runner, prompt = loading_first(engine.lm, engine.store, costs=fail), engine.prompt(QUESTION, PASSAGES)
-    report = fuse_prompt(runner, prompt, guarded()).report
-    assert (report.base, report.fallback) == ("framed", None)
+    runner = loading_first(engine.lm, engine.store, costs=costs)
+    reports = [fuse_prompt(runner, engine.prompt(QUESTION, PASSAGES), guarded()).report for _ in fused]
+    assert [report.base == "framed" for report in reports] == fused
+    assert [report.fallback is None for report in reports] == fused
 
 
-def test_measuring_passes_is_no_waiting_for_the_store(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(*_: object) -> Costs:
-        time.sleep(0.6)
-        return replace(FAST, load_s=0.0)
-
-    seams.measured_passes(monkeypatch, slow)
-    engine = make_warmed_engine(llama, load_limit_s=0.5, bases=(FRAMED,))
-    report = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=guarded()).report
-    assert "no answer" not in str(report.fallback)
+def test_a_store_that_is_tried_again_may_take_no_longer_than_full_prefill(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    get = engine.store.get
+    monkeypatch.setattr(engine.store, "get", lambda key: (time.sleep(3), get(key))[1])
+    runner = loading_first(engine.lm, engine.store, costs=DEAR)
+    runner.costs.refusals = 1
+    report = fuse_prompt(runner, engine.prompt(QUESTION, PASSAGES), guarded()).report
+    assert report.rows == report.prompt_tokens
+    assert "not there within" in str(report.fallback)
 
 
 def test_reports_name_the_prediction_for_what_was_done(engine: FusionEngine) -> None:
@@ -199,18 +207,27 @@ def test_a_margin_must_be_above_zero() -> None:
         BreakEven(0.0)
 
 
-class Unlisted(MemoryStore):
-    """A store that cannot say what it has, as a remote that is away."""
+@pytest.mark.parametrize("factor", [1000.0, 1 / 1000], ids=["high", "low"])
+def test_a_wrong_file_does_no_harm_after_five_questions(factor: float, llama: LanguageModel, tmp_path: Path) -> None:
+    method = replace(guarded(), guard=BreakEven(margin=4.0))  # a tiny model's prompts hardly pay
 
-    def entries(self) -> Iterator[EntryInfo]:
-        raise StoreError("the remote cannot be reached")
+    def costs_after(questions: int) -> Costs:
+        with open_store(tmp_path) as store, make_engine(llama, store, method=method) as engine:
+            engine.warm(PASSAGES, bases=(FRAMED,))
+            for _ in range(questions):
+                engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=4))
+            found = engine.runner.costs()
+            assert found is not None
+            return found
 
-
-def test_a_store_that_cannot_be_listed_costs_no_answer(llama: LanguageModel) -> None:
-    engine = make_warmed_engine(llama, Unlisted(), method=guarded(), bases=(FRAMED,))
-    assert measure_loading(llama, engine.store) is None
-    assert engine.runner.costs().load_s == 0, "nothing could be timed"
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    done = engine.prefill(prompt)
-    same = make_method("full") if done.report.base is None else guarded().unguarded
-    assert torch.allclose(done.logits, engine.prefill(prompt, method=same).logits, atol=1e-4)
+    right = costs_after(5)
+    [file] = tmp_path.glob("costs-*.json")
+    samples = [{**sample, "seconds": sample["seconds"] * factor} for sample in json.loads(file.read_text())]
+    file.write_text(json.dumps(samples))
+    wrong, corrected = costs_after(0), costs_after(5)
+    asked = replace(LONG, prompt_tokens=270, stored_tokens=220, selected_tokens=20, near_tokens=220)
+    for predict in (lambda costs: costs.full_pass_s(270), lambda costs: costs.fused_s(asked)):
+        assert 1 / 15 < predict(wrong) / predict(right) / factor < 15, (
+            "passes of a tiny model take what the machine likes"
+        )
+        assert 1 / 15 < predict(corrected) / predict(right) < 15

@@ -34,7 +34,7 @@ from benchmarks.speed import fill, open_tiers, random_prompt
 from qcfuse_rag import KVStore, LanguageModel, MemoryStore, make_method, open_store
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import corpus, default_model, questions
-from qcfuse_rag.engine.first_passes import measure_recorded_pass
+from qcfuse_rag.engine.first_passes import measure_passes
 from qcfuse_rag.fusion.lookup import plan_lookups
 from qcfuse_rag.fusion.method import BreakEven
 from qcfuse_rag.fusion.pipeline import fuse_prompt
@@ -105,7 +105,7 @@ class Check:
         """Return the runner over a store, with recorded passes timed as engines do."""
         runner = self.runner.with_store(store)
         prompts = PromptBuilder(self.lm.tokenizer, PromptTemplate(), self.lm.context_window.tokens)
-        runner.costs.recorded_pass_s = measure_recorded_pass(runner, prompts)
+        measure_passes(runner, prompts)
         return runner
 
 

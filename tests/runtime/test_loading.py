@@ -21,7 +21,7 @@ from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.fusion.selectors import Selection, TopTokens
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.loading.host_to_device import PinnedRing
-from qcfuse_rag.runtime.loading.layer_loader import call_with_timeout
+from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
@@ -329,12 +329,16 @@ def test_a_limit_that_leaves_no_time_is_refused(llama: LanguageModel) -> None:
         make_engine(llama, MemoryStore(), load_limit_s=0)
 
 
-def test_a_call_with_timeout_passes_on_results_and_errors() -> None:
-    assert call_with_timeout(5.0, lambda: 7) == call_with_timeout(None, lambda: 7) == 7
+def test_a_call_of_a_store_passes_on_results_and_errors() -> None:
+    assert WaitBudget(5.0).call(lambda: 7) == WaitBudget(None).call(lambda: 7) == 7
     with pytest.raises(KeyError):
-        call_with_timeout(5.0, lambda: {}["nothing"])
-    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
-        call_with_timeout(0.05, lambda: time.sleep(1))
+        WaitBudget(5.0).call(lambda: {}["nothing"])
+    for budget in (WaitBudget(0.05), WaitBudget(None), WaitBudget(5.0)):
+        budget.lower(0.05)
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+            budget.call(lambda: time.sleep(1))
+        budget.lower(5.0)
+        assert budget.left_s == 0, "a budget is never raised"
 
 
 class LateCopy:

@@ -131,5 +131,5 @@ def test_a_recorded_pass_is_timed_over_page_locked_memory(
     engine = make_engine(LanguageModel.wrap(moved(build_model("llama"), device), tokenizer), MemoryStore())
     engine.runner.prefills.refusal = None
     device.launched.clear()  # the kernels were compared with their references
-    assert first_passes.measure_recorded_pass(engine.runner, engine.prompts)
+    assert first_passes.recorded_pass_s(engine.runner, engine.prompts)
     assert device.launched["place"] > 0

@@ -6,7 +6,7 @@ twice what a test is about, and depend on the machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,8 @@ from qcfuse_rag.methods.captures.job import capture as capture_groups
 from qcfuse_rag.methods.captures.slots import Slot, SlotKind, filled_slots
 from qcfuse_rag.prompts.segments import Prompt, Span
 from qcfuse_rag.runtime.cost import Costs
+from qcfuse_rag.runtime.graphs.runners import PrefillRunner
+from qcfuse_rag.runtime.learned_costs import LearnedCosts
 from qcfuse_rag.runtime.loading.layer_loader import WaitBudget
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
@@ -124,9 +126,20 @@ def damaged(chunk: ChunkKV, block: str | None = None) -> ChunkKV:
     return replace(chunk, blocks=Damaged({name: chunk.blocks[name] for name in chunk.names()}))
 
 
-def loading_first(lm: LanguageModel, store: KVStore, *, costs: Callable[[], Costs] | None = None) -> ModelRunner:
+class FixedCosts(LearnedCosts):
+    """Costs that nothing changes."""
+
+    def __init__(self, lm: LanguageModel, store: KVStore, costs: Costs) -> None:
+        super().__init__(lm, store, PrefillRunner(lm))
+        self._fixed = costs
+
+    def __call__(self) -> Costs:
+        return self._fixed
+
+
+def loading_first(lm: LanguageModel, store: KVStore, *, costs: Costs | None = None) -> ModelRunner:
     """Return a runner that loads everything before it computes: the reference of loading while computing."""
     runner = ModelRunner(lm, store, load_limit_s=None, overlap=False)
     if costs is not None:
-        runner.costs = lambda *_: costs()  # type: ignore[assignment]
+        runner.costs = FixedCosts(lm, store, costs)
     return runner

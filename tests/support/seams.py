@@ -5,7 +5,6 @@ Call a seam with a `MonkeyPatch` and the replacement: `seams.ring_bytes(monkeypa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any
@@ -34,7 +33,6 @@ class Seam:
 mapped_file = Seam("qcfuse_rag.store.backends.disk.MappedFile")
 disk_index = Seam("qcfuse_rag.store.backends.index.Index")
 
-measured_passes = Seam("qcfuse_rag.runtime.cost.measure_passes")
 ring_bytes = Seam("qcfuse_rag.runtime.loading.host_to_device.RING_BYTES")
 transfer = Seam("qcfuse_rag.runtime.language_model.LanguageModel.transfer")
 
@@ -87,19 +85,3 @@ def large_blocks(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(f"qcfuse_rag.runtime.kernels.{module}.default_tile", lambda *_: Tile(64, 64))
     patch.setattr("qcfuse_rag.runtime.kernels.table_attention.ROWS_PER_PROGRAM", 64)
     patch.setattr("qcfuse_rag.runtime.kernels.placement.TOKENS_PER_PROGRAM", 64)
-
-
-def passes_take(patch: pytest.MonkeyPatch, seconds: Callable[[int], float], scan_s: float = 0.0) -> None:
-    """Have measured passes take a time that follows from their rows and the tokens before, and compute nothing."""
-    passes: list[tuple[int, int]] = []
-
-    def fastest_s(device: object, work: Callable[[], object], samples: int) -> float:
-        passes.clear()
-        work()
-        return seconds(passes[0][0]) + scan_s * passes[0][1] if passes else 1e-6
-
-    def prefill_once(lm: object, tokens: int, buffer: object = None, first: int = 0) -> None:
-        passes.append((tokens - first, first))
-
-    patch.setattr("qcfuse_rag.runtime.cost.prefill_once", prefill_once)
-    patch.setattr("qcfuse_rag.runtime.cost.fastest_s", fastest_s)

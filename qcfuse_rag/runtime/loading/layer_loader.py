@@ -55,6 +55,10 @@ class WaitBudget:
         """The reason of a miss that did not arrive within the budget."""
         return f"not there within {self._limit_s:g} s"
 
+    def lower(self, limit_s: float) -> None:
+        """Allow at most so many seconds, those that were waited included."""
+        self._limit_s = limit_s if self._limit_s is None else min(limit_s, self._limit_s)
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time inside the context as waiting."""
@@ -89,15 +93,6 @@ class WaitBudget:
         """End the thread."""
         if self._tasks is not None:
             self._tasks.put(None)
-
-
-def call_with_timeout(limit_s: float | None, call: Callable[[], T]) -> T:
-    """Call a function that may hang, at most so many seconds; see `WaitBudget.call`."""
-    budget = WaitBudget(limit_s)
-    try:
-        return budget.call(call)
-    finally:
-        budget.close()
 
 
 def _start(tasks: Tasks) -> None:

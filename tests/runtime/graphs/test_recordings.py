@@ -21,10 +21,10 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.cost import MeasuredCosts
 from qcfuse_rag.runtime.forward import forward_hidden, forward_rows, forward_step
 from qcfuse_rag.runtime.fused_layers.fused_modules import fused_view
 from qcfuse_rag.runtime.graphs.runners import ROWS, DecodeRunner, PrefillRunner
+from qcfuse_rag.runtime.learned_costs import LearnedCosts
 from qcfuse_rag.runtime.model_views import HookedLayer
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
@@ -359,11 +359,12 @@ def test_without_memory_to_check_kernels_nothing_is_recorded(
 def test_recorded_passes_are_priced_once_they_are_timed(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = model_of("llama", tokenizer)
     passes = PrefillRunner(lm, AgainAndAgain())
-    measured = MeasuredCosts(lm, MemoryStore(), passes)
+    learned = LearnedCosts(lm, MemoryStore(), passes)
     passes.compile((16,))
-    assert measured().recorded_rows == 0
-    measured.recorded_pass_s = 0.01
-    assert (measured().recorded_rows, measured().recorded_pass_s) == (16, 0.01)
+    learned.observe_pass(100, 50, 1.0)
+    assert learned().recorded_rows == 0
+    learned.recorded_pass_s = 0.01
+    assert (learned().recorded_rows, learned().recorded_pass_s) == (16, 0.01)
 
 
 @every_runner
