@@ -82,6 +82,15 @@ def _windows(setting: Setting, llm: QCFuseLLM) -> Any:
     return index.as_query_engine(llm=llm, similarity_top_k=TOP_K, node_postprocessors=shown)
 
 
+def _windows_of_chunks(setting: Setting, llm: QCFuseLLM) -> Any:
+    """Warm the documents in pieces that do not overlap, and retrieve windows of them."""
+    pieces = QCFuseWarmup(llm)(parsers.SentenceSplitter(chunk_size=512)(_documents(setting)[:2]))
+    nodes = parsers.SentenceWindowNodeParser(window_size=3)(pieces)
+    shown = [MetadataReplacementPostProcessor(**WINDOW)]
+    index = VectorStoreIndex(nodes, embed_model=EMBED)
+    return index.as_query_engine(llm=llm, similarity_top_k=TOP_K, node_postprocessors=shown)
+
+
 def _sub_questions(setting: Setting, llm: QCFuseLLM) -> Any:
     options: Any = {"response_synthesizer": get_response_synthesizer(llm=llm), "use_async": False, "verbose": False}
     return engines.SubQuestionQueryEngine(_SameQuestion(), query_engine_tools=_tools(setting, llm), **options)
@@ -125,6 +134,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "CitationQueryEngine": _citations,
     "AutoMergingRetriever": _auto_merging,
     "sentence windows": _windows,
+    "sentence windows of warmed chunks": _windows_of_chunks,
     "SubQuestionQueryEngine": _sub_questions,
     "RouterQueryEngine": _router,
     "structured answer": partial(_engine, output_cls=Holder),
