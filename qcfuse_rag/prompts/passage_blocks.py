@@ -156,7 +156,7 @@ def _block_starts(gaps: list[str], first: int, last: int) -> list[int]:
     return starts
 
 
-MIN_RUN = 4
+MIN_RUN = 6
 """Fewest equal tokens in a row that are worth placing."""
 
 Run = tuple[int, int, int]
@@ -194,9 +194,10 @@ class Alignment:
         return runs
 
     def _free_blocks(self, taken: NDArray[np.bool_]) -> Integers:
-        first, last, taken_before = self._edges[:-1], self._edges[1:], np.append(0, np.cumsum(taken))
+        first, last, begin = self._edges[:-1], self._edges[1:], max(0, self.begin)
         [inside] = np.nonzero((first >= 0) & (last <= len(taken)))
-        free: Integers = inside[taken_before[last[inside]] == taken_before[first[inside]]]
+        before = np.append(0, np.cumsum(taken[begin : self._edges[-1]]))
+        free: Integers = inside[before[last[inside] - begin] == before[first[inside] - begin]]
         return free
 
     @cached_property

@@ -36,6 +36,7 @@ from qcfuse_rag.prompts.atoms import Atoms, written_again
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.chat_template import RenderedText
 from qcfuse_rag.prompts.passage_blocks import (
+    BLOCK,
     Alignment,
     Integers,
     Offsets,
@@ -52,8 +53,8 @@ from qcfuse_rag.store.key import ChunkKey
 
 MIN_TOKENS = 16
 """Fewest tokens of a passage in a text that are worth a read from the store."""
-MOST_ALIKE = 64
-"""Most blocks with one anchor that are tried at a place, such as what all pages of a site begin with."""
+MOST_ALIKE, MOST_PLACES = 64, 8
+"""Most blocks with one anchor that are tried at a place, as what all pages of a site begin with; and in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,9 @@ class AnchorTable:
         order = np.argsort(anchors, kind="stable")  # the table is searched faster in its order
         first, last = (np.searchsorted(self.anchors, anchors[order], side=side) for side in ("left", "right"))
         counts = np.minimum(last - first, MOST_ALIKE)
+        rarest = np.argsort(counts, kind="stable")  # of a text that repeats itself some places are enough
+        rarest = rarest[np.cumsum(counts[rarest]) <= MOST_PLACES * len(anchors)]
+        order, first, counts = order[rarest], first[rarest], counts[rarest]
         places = np.repeat(order, counts)
         within = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
         entries = np.repeat(first, counts) + within
@@ -175,9 +179,12 @@ class PassageIndex:
             return None
         whole = TokenisedText.of(text, ids, offsets)
         taken, found = np.zeros(len(whole.atoms), dtype=bool), defaultdict[tuple[str, int], list[Run]](list)
+        left = MOST_ALIKE + len(whole.atoms) // BLOCK
         for number, begin, places in table.places(whole.anchors(self._seed)):
             if taken[places].all() or (row := rows.row(number)) is None:
                 continue
+            if (left := left - 1) < 0:
+                break
             if (blocks := PassageBlocks.from_bytes(row.blocks)) is not None:
                 alignment = Alignment(whole, blocks, begin, places, self._seed)
                 runs = alignment.runs(taken, partial(self._rewritten, row.gaps, int(blocks.ends[-1])))
