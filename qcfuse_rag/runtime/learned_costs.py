@@ -39,6 +39,8 @@ TRUST = 4.5
 """What is kept counts while this process's passes predict at most so many times more or less: half way to 20 times."""
 HALF_LIFE_S = 30 * 86400.0
 """Age at which a sample counts half."""
+LOAD_OF_A_ROW = 0.1
+"""What loading a token usually takes, beside computing it."""
 TIE, ROWS_OF_A_PASS, SCAN_OF_A_ROW = 0.02, 40.0, 0.5
 """The weight, beside a sample, of what is usual: a pass costs so many rows, a recurrence's token this share of one."""
 LAUNCH_BOUND = 1.05
@@ -108,7 +110,10 @@ class LearnedCosts:
         self.refusals = 0
 
     def __call__(self) -> Costs | None:
-        """Return the costs at the machine's present pace; None before any pass is known. Unknown loading costs 0."""
+        """Return the costs at the machine's present pace; None before any pass is known.
+
+        Loading that is not known costs what is usual beside a row.
+        """
         with self._lock:
             known = self._known()
             costs = self._fit(known.values())
@@ -118,7 +123,8 @@ class LearnedCosts:
         near, far = known.get(NEAR), known.get(FAR, known.get(NEAR))
         if self.recorded_pass_s is not None:
             costs = replace(costs, recorded_pass_s=self.recorded_pass_s, recorded_rows=self._passes.most_rows)
-        costs = replace(costs, load_s=far.seconds if far else 0.0, near_load_s=near.seconds if near else None)
+        usual_s = LOAD_OF_A_ROW * costs.row_s
+        costs = replace(costs, load_s=far.seconds if far else usual_s, near_load_s=near.seconds if near else None)
         return costs.at_pace(pace)
 
     def observe_pass(self, rows: float, keys: float, seconds: float, others: float = 0.0) -> Sample:
