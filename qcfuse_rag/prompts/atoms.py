@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 UNSPACED = "\u0e00-\u0eff\u0f00-\u109f\u1780-\u17ff\u3005-\u30ff\u31f0-\u31ff\u3400-\u9fff\U00020000-\U0003ffff"
 """Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese, as ranges of a regular expression."""
-PIECES = re.compile(rf"((?:\\[nrt]|\s)+)|[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]")
+ATOM = re.compile(rf"[{UNSPACED}]|(?:(?<!\\)|(?![nrt]))[^\W{UNSPACED}]+|(?!\\[nrt])[^\w\s]")
 
 UNITS = re.compile("[\x00-\x7f]?[\u0300-\u036f]+|[^\x00-\x7f]|`|\\\\(?:u[0-9a-fA-F]{4}|[\"'/\\\\])")
 """Matches what may be folded: a letter with its accents, one other character, or an escaped one."""
@@ -62,15 +62,14 @@ class Atoms:
     @classmethod
     def of(cls, text: str) -> Atoms:
         """Split a text into atoms, in linear time."""
-        rewritings = [
-            (unit.start(), unit.end(), read) for unit in UNITS.finditer(text) if (read := _read_as(unit[0])) != unit[0]
-        ]
+        units = () if text.isascii() and not {"`", "\\"} & set(text) else UNITS.finditer(text)
+        rewritings = [(unit.start(), unit.end(), read) for unit in units if (read := _read_as(unit[0])) != unit[0]]
         pieces, end = list[str](), 0
         for start, stop, read in rewritings:
             pieces += [text[end:start], read]
             end = stop
         folded = "".join([*pieces, text[end:]])
-        return cls(text, folded, rewritings, [piece.span() for piece in PIECES.finditer(folded) if piece[1] is None])
+        return cls(text, folded, rewritings, [atom.span() for atom in ATOM.finditer(folded)])
 
     def __len__(self) -> int:
         return len(self.spans)

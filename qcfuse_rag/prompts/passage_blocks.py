@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,8 @@ class TokenisedText:
     @classmethod
     def of(cls, text: str, ids: Sequence[int], offsets: Offsets) -> TokenisedText:
         """Read a text."""
-        pairs = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-        return cls(Atoms.of(text), np.array(ids, dtype="<u4"), pairs)
+        pairs = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets))
+        return cls(Atoms.of(text), np.array(ids, dtype="<u4"), pairs.reshape(-1, 2))
 
     def first_token(self, atoms: Integers) -> Integers:
         """Return for each atom the first token that ends behind the atom before it."""
@@ -60,14 +60,12 @@ class TokenisedText:
 
     def anchors(self, seed: int) -> NDArray[np.uint32]:
         """Return the anchor at each atom that has enough atoms behind it; never 0."""
-        known: dict[str, int] = {}
-        for word in self.atoms.words:
-            if word not in known:
-                known[word] = xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass"), seed)
-        words = np.array([known[word] for word in self.atoms.words], dtype=np.uint64)
+        words = self.atoms.words
+        known = {word: xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass"), seed) for word in set(words)}
+        hashes = np.fromiter(map(known.__getitem__, words), np.uint64, len(words))
         total = np.zeros(max(0, len(words) - ANCHOR + 1), dtype=np.uint64)
         for place in range(ANCHOR if len(total) else 0):
-            total = total * np.uint64(MULTIPLIER) + words[place : place + len(total)]
+            total = total * np.uint64(MULTIPLIER) + hashes[place : place + len(total)]
         high: NDArray[np.uint64] = total >> np.uint64(32)
         return np.maximum(high, 1).astype(np.uint32)
 

@@ -112,9 +112,13 @@ class AnchorTable:
 
         Each with its row's number, the atom of the text at which it would begin, and the atoms at which its blocks do.
         """
+        if not len(self.anchors):
+            return
         order = np.argsort(anchors, kind="stable")  # the table is searched faster in its order
-        first, last = (np.searchsorted(self.anchors, anchors[order], side=side) for side in ("left", "right"))
-        counts = np.minimum(last - first, MOST_ALIKE)
+        first = np.searchsorted(self.anchors, anchors[order])
+        known = self.anchors.take(first, mode="clip") == anchors[order]
+        order, first = order[known], first[known]
+        counts = np.minimum(np.searchsorted(self.anchors, anchors[order], side="right") - first, MOST_ALIKE)
         rarest = np.argsort(counts, kind="stable")  # of a text that repeats itself some places are enough
         rarest = rarest[np.cumsum(counts[rarest]) <= MOST_PLACES * len(anchors)]
         order, first, counts = order[rarest], first[rarest], counts[rarest]
