@@ -222,7 +222,8 @@ def _warm(
         engine.corpus.close()
     counts = {"documents": sum(map(bool, documents.values())), "passages": len(texts), "unread": unread}
     failed = [(pairs[index][0], reason) for index, reason in summary.failed]
-    return {**counts, **summary.to_dict(), "failed": failed}, engine
+    script_note = None if embed is None else embed.script_note(texts)
+    return {**counts, **summary.to_dict(), "failed": failed, "script_note": script_note}, engine
 
 
 def _check_paths(corpus: CorpusOptions, library: Path, *, allow_empty: bool = False) -> None:
@@ -249,12 +250,17 @@ def _read(
 
 
 def _index(
-    index: PassageIndex, folder: Path, passages: PassagesBySource, embed: Embed | None, workers: RayWorkers | None
+    index: PassageIndex, folder: Path, passages: PassagesBySource, embedder: Embedder | None, workers: RayWorkers | None
 ) -> None:
     at_once = EMBEDDING_BATCH
     if workers is not None:
-        at_once, embed = at_once * 16 * workers.count, partial(embed_on_ray, workers, embedder_source(index.embedder))
-    assert embed is not None  # without workers
+        at_once *= 16 * workers.count
+        embed: Embed = partial(embed_on_ray, workers, embedder_source(index.embedder))
+    else:
+        assert embedder is not None
+        embed = embedder.windows
+    if index.outdated:
+        print_note("note:", "an earlier version indexed the beginnings of passages; they are indexed anew, whole")
     with progress_bar("indexing passages", "passages") as advance:
         index_passages(index, folder, passages, embed, at_once=at_once, progress=advance)
 
@@ -312,6 +318,8 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
             f"the others lack at most {summary['stalest']:.0%} of their neighbours"
         )
     print_left_out(summary)
+    if summary["script_note"] is not None:
+        print_note("note:", summary["script_note"])
 
 
 def print_left_out(summary: Mapping[str, Any]) -> None:
