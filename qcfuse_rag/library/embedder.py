@@ -28,12 +28,6 @@ BATCH_TEXTS = 32
 WINDOWS, OVERLAP = 2, 8
 """A window has half of the tokens that a model reads, since models weigh beginnings more; windows share an eighth."""
 
-MOSTLY_SINGLE = 0.8
-"""Tokens for each character of a word from which the word is read a character at a time."""
-
-SCRIPT_TEXTS = 64
-"""Most texts whose letters are looked at."""
-
 SCRIPT_NOTE = (
     "most letters of these documents are of a script that the embedding model was not made for, so that questions find "
     "little; name a multilingual one for a new library, such as --embedder intfloat/multilingual-e5-small"
@@ -63,8 +57,6 @@ class Embedder:
                 self._model = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
                 self._encode = self._encode_by_mean_pooling
             self._has_offsets = getattr(self._tokenizer, "is_fast", False)
-            prompt_name = getattr(self._model, "default_prompt_name", None)  # of sentence-transformers
-            self._prompt = "" if prompt_name is None else self._model.prompts[prompt_name]
         except ImportError as error:
             raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[cli]'`") from error
         except Exception as error:  # what a broken file makes its parser raise has no bound
@@ -81,7 +73,11 @@ class Embedder:
 
         A text of at most half of what the model reads is one window, and every text for a model without a limit.
         """
-        parts = self._parts(list(texts))
+        parts = [[text] for text in texts]
+        if self._max_tokens is not None and self._has_offsets and parts:
+            read = self._tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            spans, most = read["offset_mapping"], int(self._max_tokens) // WINDOWS
+            parts = [_cut(text, of_text, most) for text, of_text in zip(texts, spans, strict=True)]
         vectors = self([part for of_text in parts for part in of_text])
         ends = accumulate(map(len, parts))
         return [vectors[end - len(of_text) : end] for of_text, end in zip(parts, ends, strict=True)]
@@ -89,36 +85,23 @@ class Embedder:
     def script_note(self, texts: Sequence[str]) -> str | None:
         """Return what to do if most letters are of a script that the model was not made for; None if they are not.
 
-        Its tokenizer shows that: they are in words that it does not know, or knows only a character at a time.
+        Its tokenizer shows that: it does not know these letters, or reads words one letter at a time.
         """
-        if not self._has_offsets or not texts:
+        some, letters, unread = texts[:: len(texts) // 64 + 1], 0, 0
+        if not self._has_offsets or not some:
             return None
-        letters = unread = 0
-        texts = texts[:: -(-len(texts) // SCRIPT_TEXTS)]
-        read = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
-        for text, encoding in zip(texts, read.encodings, strict=True):
-            words: dict[int, list[int]] = {}
-            for word, token in zip(encoding.word_ids, encoding.ids, strict=True):
-                words.setdefault(word, []).append(token)
-            for word, tokens in words.items():
-                start, end = encoding.word_to_chars(word)
-                size = sum(map(str.isalpha, text[start:end]))
-                is_single = end - start > 1 and len(tokens) >= MOSTLY_SINGLE * (end - start)
-                letters, unread = letters + size, unread + size * (is_single or self._tokenizer.unk_token_id in tokens)
+        read = self._tokenizer(list(some), add_special_tokens=False, verbose=False).encodings
+        for text, encoding in zip(some, read, strict=True):
+            for token, (start, end), word in zip(encoding.ids, encoding.offsets, encoding.word_ids, strict=True):
+                size, (word_start, word_end) = sum(map(str.isalpha, text[start:end])), encoding.word_to_chars(word)
+                is_alone = end - start == 1 < word_end - word_start
+                letters, unread = letters + size, unread + size * (is_alone or token == self._tokenizer.unk_token_id)
         return SCRIPT_NOTE if unread > letters / 2 else None
 
     def count_tokens(self, texts: Sequence[str]) -> int:
         """Return the number of tokens that the model reads of texts; it leaves out what is after its limit."""
         read = self._tokenizer(list(texts), truncation=True, max_length=self._max_tokens)
         return sum(map(len, read["input_ids"]))
-
-    def _parts(self, texts: list[str]) -> list[list[str]]:
-        """Cut each text into its windows."""
-        if self._max_tokens is None or not self._has_offsets or not texts:
-            return [[text] for text in texts]
-        most = (int(self._max_tokens) - len(self._tokenizer(self._prompt)["input_ids"])) // WINDOWS
-        read = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return [_cut(text, spans, most) for text, spans in zip(texts, read["offset_mapping"], strict=True)]
 
     def _encode_by_sentence_transformers(self, texts: list[str]) -> Any:
         return self._model.encode(texts, normalize_embeddings=True, show_progress_bar=False)

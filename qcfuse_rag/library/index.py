@@ -63,13 +63,13 @@ class PassageIndex:
         embedder: str,
         passages: Sequence[IndexedPassage] = (),
         embeddings: NDArray[np.float32] | None = None,
-        windows: NDArray[np.int64] | None = None,
+        windows: Sequence[int] | None = None,
     ) -> None:
         self.embedder = embedder
         self.metadata: bytes | None = None  # of the files that it was read from or written to, see `is_current`
         self.passages = list(passages)
         self.embeddings = np.zeros((0, 0), np.float32) if embeddings is None else embeddings
-        self.windows = np.ones(len(self.passages), np.int64) if windows is None else windows
+        self.windows = np.array([1] * len(self.passages) if windows is None else windows, np.int64)
 
     def replace(self, documents: Mapping[str, Sequence[str]], embeddings: Sequence[NDArray[np.float32]]) -> None:
         """Replace the passages of documents; the embeddings, `[W, D]` each, are of all these passages, in order."""
@@ -169,8 +169,8 @@ class PassageIndex:
         except OSError:
             return False
 
-    @classmethod
-    def load(cls, folder: Path, embedder: str | None = None) -> PassageIndex:
+    @staticmethod
+    def load(folder: Path, embedder: str | None = None) -> PassageIndex:
         """Read from a folder; only an embedder that the caller names may be loaded, since others may write there.
 
         Raises:
@@ -178,29 +178,26 @@ class PassageIndex:
         """
         try:
             try:
-                metadata, passages, embeddings, windows = _read(folder)
+                index = _read(folder)
             except FileNotFoundError:  # another process may have saved meanwhile
-                metadata, passages, embeddings, windows = _read(folder)
-            made_with = json.loads(metadata)["embedder"]
+                index = _read(folder)
         except FileNotFoundError as error:
             raise QCFuseError(f"there are no passages in {folder}; run `qcfuse warm run` on documents first") from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError) as error:
             raise QCFuseError(
                 f"cannot read {folder} ({error}); remove that folder and run `qcfuse warm run`"
             ) from error
-        if np.maximum(windows, 1).sum() != len(embeddings):
+        if np.maximum(index.windows, 1).sum() != len(index.embeddings):
             raise QCFuseError(f"the files in {folder} do not match; remove that folder and run `qcfuse warm run`")
-        if embedder is not None and made_with != embedder:
+        if embedder is not None and index.embedder != embedder:
             raise QCFuseError(
-                f"the passages in {folder} were embedded with {made_with!r}, not {embedder!r}; "
+                f"the passages in {folder} were embedded with {index.embedder!r}, not {embedder!r}; "
                 + (
                     "leave out --embedder"
-                    if made_with == DEFAULT_EMBEDDER
+                    if index.embedder == DEFAULT_EMBEDDER
                     else "if you trust it, name it by --embedder"
                 )
             )
-        index = cls(made_with, passages, embeddings, windows)
-        index.metadata = metadata
         return index
 
 
@@ -220,12 +217,14 @@ def _data_files(folder: Path, token: str) -> tuple[Path, Path]:
     return folder / f"passages-{token}.jsonl", folder / f"embeddings-{token}.npy"
 
 
-def _read(folder: Path) -> tuple[bytes, list[IndexedPassage], NDArray[np.float32], NDArray[np.int64]]:
-    metadata = (folder / METADATA).read_bytes()
-    passages, embeddings = _data_files(folder, json.loads(metadata)["files"])
+def _read(folder: Path) -> PassageIndex:
+    about = json.loads(metadata := (folder / METADATA).read_bytes())
+    passages, embeddings = _data_files(folder, about["files"])
     lines = [json.loads(line) for line in passages.read_text("utf-8").splitlines()]
-    windows = np.array([line.pop("windows", 0) for line in lines], np.int64)
-    return metadata, [IndexedPassage(**line) for line in lines], np.load(embeddings, allow_pickle=False), windows
+    windows, vectors = [line.pop("windows", 0) for line in lines], np.load(embeddings, allow_pickle=False)
+    index = PassageIndex(about["embedder"], [IndexedPassage(**line) for line in lines], vectors, windows)
+    index.metadata = metadata
+    return index
 
 
 def _remove_unused(folder: Path) -> None:

@@ -19,8 +19,8 @@ from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex
 from qcfuse_rag.models.load import load_tokenizer
 
 FRONT, SIDE, BACK = np.eye(3, dtype=np.float32)
-LIMIT = 127
-"""Half of the tokens that all-MiniLM-L6-v2 reads of a text, besides the two around it."""
+LIMIT = 128
+"""Half of the tokens that all-MiniLM-L6-v2 reads."""
 
 
 def embed_words(texts: Sequence[str]) -> list[NDArray[np.float32]]:
