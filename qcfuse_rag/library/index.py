@@ -91,6 +91,8 @@ class PassageIndex:
     def remove(self, sources: set[str]) -> None:
         """Remove documents by their sources."""
         kept = np.array([passage.source not in sources for passage in self.passages], bool)
+        if kept.all():
+            return
         self.embeddings = self.embeddings[np.repeat(kept, np.maximum(self.windows, 1))]
         self.passages, self.windows = [*compress(self.passages, kept)], self.windows[kept]
 
