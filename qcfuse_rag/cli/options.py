@@ -178,7 +178,8 @@ class VerifyOptions:
     Attributes:
         ratio: Only share of reused tokens to try, 0 to 1; by default from 0.05 to the first that passes.
         store: Folder of a library, whose passages are used, or of a store; the verdict is saved in it.
-        size: Number of prompts of each of the three kinds.
+        quick: Ask fewer prompts and try fewer ratios.
+        size: Number of prompts of each of the three kinds; by default 8, with --quick 3.
         tokens: Length in tokens of the prompts with a hidden answer.
         kl: Maximum mean divergence along answers, in nats.
         agreement: Minimum share of equal answer tokens.
@@ -188,7 +189,8 @@ class VerifyOptions:
 
     ratio: float | None = None
     store: Path | None = None
-    size: Annotated[int, Ge(1)] = 8
+    quick: bool = False
+    size: Annotated[int | None, Ge(1)] = None
     tokens: Annotated[int, Ge(512)] = 1024
     kl: Annotated[float, Ge(0)] = 0.25
     agreement: Annotated[float, Ge(0), Le(1)] = 0.75

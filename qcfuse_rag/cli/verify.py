@@ -17,7 +17,7 @@ from qcfuse_rag.library.index import METADATA, PassageIndex
 from qcfuse_rag.library.rerank_check import NEAREST, check_reranking, read_questions
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.sweep import VerifySettings, verify
+from qcfuse_rag.verification.sweep import QUICK, VerifySettings, verify
 from qcfuse_rag.verification.verdict import EXACTNESS, Check, Trial, Verdict
 
 CHECKED = ("size", "tokens", "kl", "agreement", "loss")
@@ -30,12 +30,13 @@ def run_verify(config: EngineConfig, options: VerifyOptions, *, as_json: bool) -
     The passages are those of the library, or the demonstration's.
     """
     reranks, default = options.rerank is not None, VerifyOptions()
-    misplaced = ("ratio", *CHECKED) if reranks else ("embedder",)
-    if given := [f"--{name}" for name in misplaced if getattr(options, name) != getattr(default, name)]:
-        raise MisplacedSetting(f"{', '.join(given)} has no effect {'with' if reranks else 'without'} --rerank")
+    misplaced = ("ratio", "quick", *CHECKED) if reranks else ("embedder",)
+    if wrong := [f"--{name}" for name in misplaced if getattr(options, name) != getattr(default, name)]:
+        raise MisplacedSetting(f"{', '.join(wrong)} has no effect {'with' if reranks else 'without'} --rerank")
     if options.rerank is not None:
         return verify_reranking(config, options, options.rerank, as_json=as_json)
-    settings = VerifySettings(**{name: getattr(options, name) for name in CHECKED})
+    given = {name: getattr(options, name) for name in CHECKED if getattr(options, name) is not None}
+    settings = VerifySettings(**((QUICK if options.quick else {}) | given))
     folder, library = options.store, None
     config = replace(config, ratio=options.ratio)
     if folder is not None:

@@ -27,7 +27,7 @@ from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.engine.corpus import MIN_TOKENS
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.library.documents import Embed, index_passages, vanished_files
+from qcfuse_rag.library.documents import index_passages, vanished_files
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.files import Unread, add_unread
 from qcfuse_rag.library.folder import (
@@ -103,7 +103,7 @@ def run_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, job:
     _print_summary(summary)
     if engine.verdict is None:
         tenant = ["--tenant", corpus.tenant] if corpus.tenant else []
-        command = shlex.join(["qcfuse", "verify", "--store", str(library), *tenant])
+        command = shlex.join(["qcfuse", "verify", "--quick", "--store", str(library), *tenant])
         about = "finds the share to recompute at which answers on these passages are near full prefill's"
         print_line(f"`{command}` {about}")
 
@@ -222,7 +222,8 @@ def _warm(
         engine.corpus.close()
     counts = {"documents": sum(map(bool, documents.values())), "passages": len(texts), "unread": unread}
     failed = [(pairs[index][0], reason) for index, reason in summary.failed]
-    return {**counts, **summary.to_dict(), "failed": failed}, engine
+    note = None if embed is None else embed.script_note(texts)
+    return {**counts, **summary.to_dict(), "failed": failed, "script_note": note}, engine
 
 
 def _check_paths(corpus: CorpusOptions, library: Path, *, allow_empty: bool = False) -> None:
@@ -249,12 +250,14 @@ def _read(
 
 
 def _index(
-    index: PassageIndex, folder: Path, passages: PassagesBySource, embed: Embed | None, workers: RayWorkers | None
+    index: PassageIndex, folder: Path, passages: PassagesBySource, embedder: Embedder | None, workers: RayWorkers | None
 ) -> None:
-    at_once = EMBEDDING_BATCH
+    at_once, embed = EMBEDDING_BATCH, None if embedder is None else embedder.windows
     if workers is not None:
         at_once, embed = at_once * 16 * workers.count, partial(embed_on_ray, workers, embedder_source(index.embedder))
     assert embed is not None  # without workers
+    if index.outdated:
+        print_note("note:", "an earlier version indexed the beginnings of passages; they are indexed anew, whole")
     with progress_bar("indexing passages", "passages") as advance:
         index_passages(index, folder, passages, embed, at_once=at_once, progress=advance)
 
@@ -312,6 +315,8 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
             f"the others lack at most {summary['stalest']:.0%} of their neighbours"
         )
     print_left_out(summary)
+    if summary["script_note"] is not None:
+        print_note("note:", summary["script_note"])
 
 
 def print_left_out(summary: Mapping[str, Any]) -> None:

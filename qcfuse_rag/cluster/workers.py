@@ -220,8 +220,9 @@ class EmbedWorker:
         self._embed = Embedder(name)
 
     def __call__(self, rows: Columns) -> Columns:
-        """Return the vector of each text."""
-        return {"number": rows["number"], "result": self._embed(list(rows["text"]))}
+        """Return the vectors of each text's windows, as JSON."""
+        results = [json.dumps(vectors.tolist()) for vectors in self._embed.windows(list(rows["text"]))]
+        return {"number": rows["number"], "result": np.array(results)}
 
 
 def read_on_ray(
@@ -244,12 +245,10 @@ def read_on_ray(
     return collect_passages(zip(files, map(json.loads, results), strict=True), named, unread)
 
 
-def embed_on_ray(workers: RayWorkers, name: str, texts: Sequence[str]) -> NDArray[np.float32]:
-    """Return `[N, D]` float32 vectors of texts, rows of length 1."""
-    if not texts:
-        return np.zeros((0, 0), np.float32)
-    vectors = _ordered(workers, "text", texts, EmbedWorker, (name,), batch_size=TEXTS_AT_ONCE)
-    return np.stack(vectors).astype(np.float32)
+def embed_on_ray(workers: RayWorkers, name: str, texts: Sequence[str]) -> list[NDArray[np.float32]]:
+    """Return vectors of texts like `Embedder.windows`."""
+    results = _ordered(workers, "text", texts, EmbedWorker, (name,), batch_size=TEXTS_AT_ONCE)
+    return [np.array(json.loads(result), np.float32) for result in results]
 
 
 def _ordered(

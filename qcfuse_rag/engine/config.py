@@ -74,8 +74,8 @@ class EngineConfig(ModelConfig):
         check: Compare the engine with the model's own code on a few tokens before it is trusted. A comparison that has
             passed is kept; `qcfuse models check` always compares.
         verdict: What to do without a passing verdict of `qcfuse verify` on this model and method in the store's
-            folder: warn, require one, or ignore that there is none. A store without a folder cannot keep a verdict:
-            there is no warning then, and a requirement cannot be met.
+            folder or the package: warn, require one, or ignore that there is none. A store without a folder cannot
+            keep a verdict: there is no warning then.
         load_limit_s: Most seconds that a request waits for the store; chunks that have not come by then are computed.
             None waits as long as it takes.
         prefix_bytes: Most bytes of finished requests to keep in memory, so that a prompt that begins like one of them,

@@ -21,8 +21,8 @@ from qcfuse_rag.library.index import PassageIndex, forget_passages
 from qcfuse_rag.library.readers import TextSplitting, is_markdown
 from qcfuse_rag.library.retriever import QUERY_CHARACTERS, Retrieved, Retriever
 
-Embed = Callable[[Sequence[str]], NDArray[np.float32]]
-"""Turns texts into `[N, D]` vectors of length 1."""
+Embed = Callable[[Sequence[str]], list[NDArray[np.float32]]]
+"""Turns each text into the `[W, D]` vectors of its windows, see `Embedder.windows`."""
 
 INDEX_SAVE_INTERVAL_S = 30.0
 PASSAGE_TOKENS = 384
@@ -55,12 +55,12 @@ def index_passages(
     at_once: int,
     progress: Progress,
 ) -> None:
-    """Embed the passages of new and changed documents, and save the index at intervals and at the end.
+    """Embed the passages of new, changed and outdated documents, and save the index at intervals and at the end.
 
     At least `at_once` passages are embedded together.
     """
-    indexed = index.by_source()
-    changed = {source: texts for source, texts in passages.items() if indexed.get(source) != texts}
+    indexed, outdated = index.by_source(), index.outdated
+    changed = outdated | {source: texts for source, texts in passages.items() if indexed.get(source) != texts}
     saved_at = time.monotonic()
     done, total = 0, sum(map(len, changed.values()))
     while changed:
@@ -113,22 +113,26 @@ class ServedLibrary(Retriever):
         return self.retrieve_reranked(self._reranker, question, self._count, after=after)
 
     def embed(self, texts: Sequence[str], stopped: Callable[[], bool]) -> tuple[NDArray[np.float32], int]:
-        """Embed texts for a client; questions of others are retrieved for in between.
+        """Embed the beginnings of texts for a client.
 
         Returns:
             `[N, D]` vectors of length 1, of the first `N` texts if it was stopped, and the number of tokens read.
         """
         vectors: list[NDArray[np.float32]] = []
         tokens = 0
+        for batch in self._in_turns([text[:QUERY_CHARACTERS] for text in texts], stopped):
+            vectors.append(self._embed(batch))
+            tokens += self._embed.count_tokens(batch)
+        return np.concatenate(vectors) if vectors else np.zeros((0, 0), np.float32), tokens
+
+    def _in_turns(self, texts: Sequence[str], stopped: Callable[[], bool]) -> Iterator[Sequence[str]]:
+        """Yield texts to embed, some at a time, until it is stopped; questions are retrieved for in between."""
         for start in range(0, len(texts), EMBEDDED_AT_ONCE):
             if stopped():
-                break
-            batch = [text[:QUERY_CHARACTERS] for text in texts[start : start + EMBEDDED_AT_ONCE]]
+                return
             with self._embedding:
-                vectors.append(self._embed(batch))
-                tokens += self._embed.count_tokens(batch)
+                yield texts[start : start + EMBEDDED_AT_ONCE]
             time.sleep(0.001)  # or this thread would have the lock again before another one wakes up
-        return np.concatenate(vectors) if vectors else np.zeros((0, 0), np.float32), tokens
 
     def documents(self) -> list[dict[str, Any]]:
         """Return each document's source, its short name for people, and its number of passages, by name."""
@@ -172,7 +176,7 @@ class ServedLibrary(Retriever):
             progress(done, total)
 
         with self._changing():
-            vectors, _ = self.embed(texts, stopped=self._closed.is_set)
+            vectors = [v for batch in self._in_turns(texts, self._closed.is_set) for v in self._embed.windows(batch)]
             self._require_open()
             index = PassageIndex.load(self._folder, self._index.embedder)
             index.replace(passages, vectors)

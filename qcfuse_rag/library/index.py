@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -48,28 +49,37 @@ class IndexedPassage:
 
 
 class PassageIndex:
-    """Passages and their embeddings, `[N, D]` float32 of length 1, with exact search by cosine similarity.
+    """Passages and the embeddings of their windows, with exact search by cosine similarity to the nearest window.
+
+    A passage has the next `windows` of the embeddings, `[M, D]` float32 of length 1; none means one of its beginning
+    alone, as earlier versions made it.
 
     For corpora of more than about 100,000 passages use a vector store through LlamaIndex or LangChain. The embedding
     model has a name, because vectors of different models cannot be compared.
     """
 
     def __init__(
-        self, embedder: str, passages: Sequence[IndexedPassage] = (), embeddings: NDArray[np.float32] | None = None
+        self,
+        embedder: str,
+        passages: Sequence[IndexedPassage] = (),
+        embeddings: NDArray[np.float32] | None = None,
+        windows: Sequence[int] | None = None,
     ) -> None:
         self.embedder = embedder
         self.metadata: bytes | None = None  # of the files that it was read from or written to, see `is_current`
         self.passages = list(passages)
         self.embeddings = np.zeros((0, 0), np.float32) if embeddings is None else embeddings
+        self.windows = np.array([1] * len(self.passages) if windows is None else windows, np.int64)
 
-    def replace(self, documents: Mapping[str, Sequence[str]], embeddings: NDArray[np.float32]) -> None:
-        """Replace the passages of documents; the embeddings, `[N, D]`, are of all these passages, in order."""
+    def replace(self, documents: Mapping[str, Sequence[str]], embeddings: Sequence[NDArray[np.float32]]) -> None:
+        """Replace the passages of documents; the embeddings, `[W, D]` each, are of all these passages, in order."""
         self.remove(set(documents))
         added = [IndexedPassage(source, text) for source, texts in documents.items() for text in texts]
         if added:
-            old = self.embeddings if self.passages else embeddings[:0]
+            old = [self.embeddings] if self.passages else []
             self.passages += added
-            self.embeddings = np.concatenate([old, embeddings])
+            self.embeddings = np.concatenate([*old, *embeddings])
+            self.windows = np.concatenate([self.windows, [*map(len, embeddings)]])
 
     def by_source(self) -> dict[str, list[str]]:
         """Return each document's passages, in order."""
@@ -80,13 +90,29 @@ class PassageIndex:
 
     def remove(self, sources: set[str]) -> None:
         """Remove documents by their sources."""
-        remaining = [i for i, passage in enumerate(self.passages) if passage.source not in sources]
-        self.passages, self.embeddings = [self.passages[i] for i in remaining], self.embeddings[remaining]
+        kept = np.array([passage.source not in sources for passage in self.passages], bool)
+        if kept.all():
+            return
+        self.embeddings = self.embeddings[np.repeat(kept, np.maximum(self.windows, 1))]
+        self.passages, self.windows = [*compress(self.passages, kept)], self.windows[kept]
+
+    @property
+    def outdated(self) -> dict[str, list[str]]:
+        """The documents and passages of which an earlier version embedded the beginnings alone."""
+        sources = {passage.source for passage, count in zip(self.passages, self.windows, strict=True) if not count}
+        return {source: texts for source, texts in self.by_source().items() if source in sources}
+
+    @property
+    def _starts(self) -> NDArray[np.int64]:
+        """The row of each passage's first embedding."""
+        counts = np.maximum(self.windows, 1)
+        return np.cumsum(counts) - counts
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the embeddings of passages in the index, `[len(texts), D]`."""
+        """Return the mean directions of passages in the index, `[len(texts), D]` of length 1."""
         rows = {passage.text: row for row, passage in enumerate(self.passages)}
-        return self.embeddings[[rows[text] for text in texts]]
+        sums = np.add.reduceat(self.embeddings, self._starts)[[rows[text] for text in texts]]
+        return np.asarray(sums / np.linalg.norm(sums, axis=1, keepdims=True), np.float32)
 
     def search(self, queries: NDArray[np.float32], k: int) -> list[tuple[int, float]]:
         """Return row and cosine similarity of the `k` passages nearest to any query embedding `[Q, D]`, best first.
@@ -95,7 +121,7 @@ class PassageIndex:
         """
         if not self.passages:
             return []
-        similarity = (self.embeddings @ queries.T).max(axis=1)
+        similarity = np.maximum.reduceat((self.embeddings @ queries.T).max(axis=1), self._starts)
         rows: dict[str, int] = {}
         for row in np.argsort(-similarity, kind="stable"):
             if len(rows) >= k:
@@ -108,7 +134,8 @@ class PassageIndex:
         words = {text: text.split() for text in texts}
         rows = {passage.text: row for row, passage in enumerate(self.passages) if passage.text in words}
         found: dict[str, list[str]] = {text: [] for text in words}
-        for row, column in np.argwhere(self.embeddings @ self.embeddings[[*rows.values()]].T > ALMOST_EQUAL):
+        similarity = self.embeddings @ self.embeddings[self._starts[[*rows.values()]]].T  # by their first windows
+        for row, column in np.argwhere(similarity[self._starts] > ALMOST_EQUAL):
             text, passage = [*rows][column], self.passages[row]
             if passage.text.split() == words[text]:
                 found[text].append(passage.source)
@@ -123,7 +150,8 @@ class PassageIndex:
             OSError: if it cannot be written; the old index stays.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lines = "".join(json.dumps({"source": p.source, "text": p.text}) + "\n" for p in self.passages)
+        counted = zip(self.passages, self.windows.tolist(), strict=True)
+        lines = "".join(json.dumps({"source": p.source, "text": p.text, "windows": n}) + "\n" for p, n in counted)
         token = secrets.token_hex(8)
         passages, embeddings = _data_files(folder, token)
         try:
@@ -143,8 +171,8 @@ class PassageIndex:
         except OSError:
             return False
 
-    @classmethod
-    def load(cls, folder: Path, embedder: str | None = None) -> PassageIndex:
+    @staticmethod
+    def load(folder: Path, embedder: str | None = None) -> PassageIndex:
         """Read from a folder; only an embedder that the caller names may be loaded, since others may write there.
 
         Raises:
@@ -152,29 +180,26 @@ class PassageIndex:
         """
         try:
             try:
-                metadata, passages, embeddings = _read(folder)
+                index = _read(folder)
             except FileNotFoundError:  # another process may have saved meanwhile
-                metadata, passages, embeddings = _read(folder)
-            made_with = json.loads(metadata)["embedder"]
+                index = _read(folder)
         except FileNotFoundError as error:
             raise QCFuseError(f"there are no passages in {folder}; run `qcfuse warm run` on documents first") from error
-        except (OSError, ValueError, TypeError, KeyError, EOFError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError) as error:
             raise QCFuseError(
                 f"cannot read {folder} ({error}); remove that folder and run `qcfuse warm run`"
             ) from error
-        if len(passages) != len(embeddings):
+        if np.maximum(index.windows, 1).sum() != len(index.embeddings):
             raise QCFuseError(f"the files in {folder} do not match; remove that folder and run `qcfuse warm run`")
-        if embedder is not None and made_with != embedder:
+        if embedder is not None and index.embedder != embedder:
             raise QCFuseError(
-                f"the passages in {folder} were embedded with {made_with!r}, not {embedder!r}; "
+                f"the passages in {folder} were embedded with {index.embedder!r}, not {embedder!r}; "
                 + (
                     "leave out --embedder"
-                    if made_with == DEFAULT_EMBEDDER
+                    if index.embedder == DEFAULT_EMBEDDER
                     else "if you trust it, name it by --embedder"
                 )
             )
-        index = cls(made_with, passages, embeddings)
-        index.metadata = metadata
         return index
 
 
@@ -194,11 +219,14 @@ def _data_files(folder: Path, token: str) -> tuple[Path, Path]:
     return folder / f"passages-{token}.jsonl", folder / f"embeddings-{token}.npy"
 
 
-def _read(folder: Path) -> tuple[bytes, list[IndexedPassage], NDArray[np.float32]]:
-    metadata = (folder / METADATA).read_bytes()
-    passages, embeddings = _data_files(folder, json.loads(metadata)["files"])
-    lines = passages.read_text("utf-8").splitlines()
-    return metadata, [IndexedPassage(**json.loads(line)) for line in lines], np.load(embeddings, allow_pickle=False)
+def _read(folder: Path) -> PassageIndex:
+    about = json.loads(metadata := (folder / METADATA).read_bytes())
+    passages, embeddings = _data_files(folder, about["files"])
+    lines = [json.loads(line) for line in passages.read_text("utf-8").splitlines()]
+    windows, vectors = [line.pop("windows", 0) for line in lines], np.load(embeddings, allow_pickle=False)
+    index = PassageIndex(about["embedder"], [IndexedPassage(**line) for line in lines], vectors, windows)
+    index.metadata = metadata
+    return index
 
 
 def _remove_unused(folder: Path) -> None:

@@ -74,9 +74,9 @@ class Retriever:
         return self._index
 
     def embed_questions(self, questions: Sequence[str]) -> NDArray[np.float32]:
-        """Return `[N, D]` vectors of length 1, of which long questions give their beginnings."""
+        """Return `[N, D]` vectors of length 1: those of all questions' windows."""
         with self._embedding:
-            return self._embed([question[:QUERY_CHARACTERS] for question in questions])
+            return np.concatenate(self._embed.windows([question[:QUERY_CHARACTERS] for question in questions]))
 
     def retrieve(self, question: str, count: int, *, after: str | None = None) -> list[RetrievedPassage]:
         """Return the `count` passages nearest to a question, best first.

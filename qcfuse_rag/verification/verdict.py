@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from qcfuse_rag import bundled
 from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import FixedRatio, Method, VerifiedRatio
@@ -17,6 +18,8 @@ from qcfuse_rag.runtime.residuals import ResidualKernel
 from qcfuse_rag.store.backends.base import KVStore
 
 FOLDER = "verdicts"
+PACKAGED = Path(bundled.__file__).parent
+"""Has the verdicts that come with the package, as a store's folder has its own."""
 VERSION = 4
 EXACTNESS = "exactness"
 """Name of the check of the engine itself, which is the same at every ratio."""
@@ -194,18 +197,17 @@ def _path(folder: Path, fingerprint: str, method: str) -> Path:
 def find_verdict(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:
     """Read the verdict on a model, a store and a method; None if it is absent or unreadable.
 
-    A fixed ratio without a verdict of its own has the verdict that chose a ratio for the same method.
+    A fixed ratio without a verdict of its own has the verdict that chose a ratio for the same method. A store's own
+    verdicts come before those of the package.
     """
-    own = _read(lm, store, method)
-    if own is not None or fixed_ratio(method) is None:
-        return own
-    return _read(lm, store, replace(method, budget=VerifiedRatio(0.0)))
+    methods = [method] if fixed_ratio(method) is None else [method, replace(method, budget=VerifiedRatio(0.0))]
+    folders = [PACKAGED] if store.folder is None else [store.folder, PACKAGED]
+    found = (_read(lm, folder, method_digest(lm, store, asked)) for folder in folders for asked in methods)
+    return next((verdict for verdict in found if verdict is not None), None)
 
 
-def _read(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:
-    if store.folder is None:
-        return None
-    path = _path(store.folder, lm.fingerprint.digest, method_digest(lm, store, method))
+def _read(lm: LanguageModel, folder: Path, method: str) -> Verdict | None:
+    path = _path(folder, lm.fingerprint.digest, method)
     try:
         data = json.loads(path.read_text())
         if data["version"] != VERSION:
@@ -224,7 +226,7 @@ def verdict_problem(verdict: Verdict | None, method: Method) -> str | None:
     if method.base is None or (verdict is not None and verdict.covers(method)):
         return None
     if verdict is None:
-        return f"{method.name} has not been verified on this model; run `qcfuse verify`, or use method `full`"
+        return f"{method.name} has not been verified on this model; `qcfuse verify --quick --store FOLDER` does that"
     fixed = fixed_ratio(method)
     trials = [trial for trial in verdict.tried if fixed is None or trial.ratio == fixed]
     if not trials:

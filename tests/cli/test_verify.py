@@ -39,6 +39,16 @@ def test_the_table_has_a_row_for_each_ratio_that_was_tried(run: Run, model_folde
     assert f"auto over primed passes at none of the ratios tried; {tried_last}" in " ".join(out.split())
 
 
+def test_a_quick_verdict_asks_less_and_says_how_sure_it_is(run: Run, model_folder: str) -> None:
+    quick = ("verify", "--model", model_folder, "--quick", "--tokens", 1200, "--device", "cpu")
+    code, out, _ = run(*quick, *LOOSE)
+    said = " ".join(out.split())
+    assert (code, "answers to 9 prompts, nats a token; could be between" in said) == (0, True)
+    found = json.loads(run(*quick, "--kl", 0, "--size", 1, "--json")[1])
+    assert [trial["ratio"] for trial in found["tried"][::2]] == [0.1, 0.15, 0.2, 0.3, 0.5]
+    assert "to 3 prompts" in found["tried"][0]["checks"][1]["detail"], "what the user names counts"
+
+
 def test_a_ratio_that_the_user_names_is_the_only_one_tried(run: Run, model_folder: str) -> None:
     code, out, _ = run("verify", "--model", model_folder, *SMALL, "--kl", 0, "--ratio", 0.1, "--json")
     found = json.loads(out)
@@ -71,9 +81,9 @@ def test_a_verdict_on_a_librarys_own_passages_is_kept_and_spares_the_note(
 ) -> None:
     store, about = tmp_path / "s", ("--model", model_folder)
     warmed = run.text("warm", "run", corpus_file, "--store", store, *about)
-    assert f"`qcfuse verify --store {store}` finds the share to recompute" in warmed
+    assert f"`qcfuse verify --quick --store {store}` finds the share to recompute" in warmed
     _, _, noted = run("ask", "Who keeps the paint?", "--store", store, *about, "--max-new-tokens", 1)
-    assert "has not been verified on this model; run `qcfuse verify`" in " ".join(noted.split())
+    assert "has not been verified on this model; `qcfuse verify --quick" in " ".join(noted.split())
     found = run.json("verify", "--store", store, *about, *SMALL, *LOOSE)
     assert found["own_passages"] >= 1
     assert json.loads(Path(found["saved"]).read_text())["passed"] is True
@@ -98,7 +108,7 @@ def test_what_cannot_be_is_refused(run: Run, model_folder: str, wrong: tuple[str
     ("given", "refused"),
     [
         (("--embedder", "any"), "--embedder has no effect without --rerank"),
-        (("--rerank", "q", "--ratio", 0.1), "--ratio has no effect with --rerank"),
+        (("--rerank", "q", "--ratio", 0.1, "--quick"), "--ratio, --quick has no effect with --rerank"),
         (("--rerank", "q", "--size", 4, "--tokens", 512), "--size, --tokens has no effect with --rerank"),
         (("--rerank", "q", "--kl", 1, "--agreement", 1, "--loss", 1), "--kl, --agreement, --loss has no effect"),
         (("--rerank", "q", "--embedder", "any"), "q has to be lines of questions"),

@@ -76,6 +76,17 @@ def test_status_and_resume(
 
 
 @pytest.mark.slow
+def test_a_script_that_the_embedding_model_was_not_made_for_is_noted(
+    run: Run, model_folder: str, tmp_path: Path
+) -> None:
+    (tmp_path / "渡轮.txt").write_text("渡轮到岛上需要两个小时。旧磨坊属于镇议会。每周一开会。")
+    options = (tmp_path / "渡轮.txt", "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", *FRAMED)
+    code, _, err = run("warm", "run", *options)
+    assert (code, "--embedder intfloat/multilingual-e5-small" in err.replace("\n", " ")) == (0, True), err
+    assert "multilingual" in run.json("warm", "run", *options)["script_note"]
+
+
+@pytest.mark.slow
 def test_a_document_that_becomes_empty_is_forgotten_and_so_is_the_last(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:

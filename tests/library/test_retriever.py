@@ -37,7 +37,7 @@ def embed() -> Embedder:
 @pytest.fixture
 def found(embed: Embedder, tmp_path: Path) -> Retriever:
     index = PassageIndex(DEFAULT_EMBEDDER)
-    index.replace({name: [text] for name, text in TEXTS.items()}, embed([*TEXTS.values()]))
+    index.replace({name: [text] for name, text in TEXTS.items()}, embed.windows([*TEXTS.values()]))
     index.save(tmp_path / "passages")
     return Retriever.open(tmp_path / "passages")
 
@@ -71,7 +71,8 @@ def test_names_of_files_have_no_shared_folder(embed: Embedder, tmp_path: Path, f
     if folder == "mixed":
         sources = [f"/home/ada/{name}" for name in SOURCES["mixed"][:3]] + ["sent by a client"]
     index = PassageIndex(DEFAULT_EMBEDDER)
-    index.replace({s: [text] for s, text in zip(sources, TEXTS.values(), strict=True)}, embed([*TEXTS.values()]))
+    vectors = embed.windows([*TEXTS.values()])
+    index.replace({s: [text] for s, text in zip(sources, TEXTS.values(), strict=True)}, vectors)
     index.save(tmp_path)
     found = Retriever.open(tmp_path)
     passages = found.retrieve("What?", 4)
@@ -82,11 +83,11 @@ def test_names_of_files_have_no_shared_folder(embed: Embedder, tmp_path: Path, f
 @pytest.mark.slow
 def test_no_question_takes_long_to_embed(found: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
     """Embedding models tokenise whole texts before they cut them."""
-    embedded, embed = list[int](), found._embed
+    embedded, embed = list[int](), Embedder.windows
     monkeypatch.setattr(
-        found,
-        "_embed",
-        lambda queries: embedded.extend(map(len, queries)) or embed(queries),  # type: ignore[func-returns-value]
+        Embedder,
+        "windows",
+        lambda self, queries: embedded.extend(map(len, queries)) or embed(self, queries),  # type: ignore[func-returns-value]
     )
     question = "Who owns the old mill? "
     for after in (None, REMOTE, question * 100_000):
@@ -102,7 +103,7 @@ def test_copies_count_once_and_are_all_named(embed: Embedder, tmp_path: Path) ->
     documents |= {"/d/unix.md": [f"# Trips\n{ferry}"], "/d/again.txt": ["The mill, the mill."] * 5}
     documents |= {f"/d/{name}": [text] for name, text in TEXTS.items()}
     index = PassageIndex(DEFAULT_EMBEDDER)
-    index.replace(documents, embed([text for texts in documents.values() for text in texts]))
+    index.replace(documents, embed.windows([text for texts in documents.values() for text in texts]))
     index.save(tmp_path)
     found = Retriever.open(tmp_path)
     for after in (None, REMOTE):
@@ -190,7 +191,7 @@ def test_what_is_forgotten_while_a_question_is_searched_for_is_not_found(
 ) -> None:
     """Nor does the log have it; the next nearest passages take its place."""
     owner, name = {
-        "embedded": (found, "_embed"),
+        "embedded": (Embedder, "windows"),
         "searched": (PassageIndex, "search"),
         "noted": (RetrievalLog, "note"),
     }[when]

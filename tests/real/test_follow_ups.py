@@ -71,7 +71,7 @@ def guide(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
     documents = read_passages(sorted(GUIDE.glob("*.md")), load_tokenizer(default_model()), max_tokens=384)
     index, folder = PassageIndex(DEFAULT_EMBEDDER), tmp_path_factory.mktemp("passages")
     texts = [text for passages in documents.values() for text in passages]
-    index.replace(documents, Embedder(embedder_source(DEFAULT_EMBEDDER))(texts))
+    index.replace(documents, Embedder(embedder_source(DEFAULT_EMBEDDER)).windows(texts))
     index.save(folder)
     return Retriever.open(folder)
 

@@ -37,7 +37,7 @@ def embedder() -> Embedder:
 @pytest.fixture
 def library(tmp_path: Path, engine: FusionEngine, embedder: Embedder) -> ServedLibrary:
     index = PassageIndex(DEFAULT_EMBEDDER)
-    index.replace({"mill.md": PASSAGES}, embedder(PASSAGES))
+    index.replace({"mill.md": PASSAGES}, embedder.windows(PASSAGES))
     index.save(tmp_path / "passages")
     return ServedLibrary(Retriever.open(tmp_path / "passages"), engine)
 
@@ -107,7 +107,7 @@ async def test_health_checks_and_questions_are_answered_meanwhile(
         time.sleep(0.05)
         return embed(texts)
 
-    slow.count_tokens = embed.count_tokens  # type: ignore[attr-defined]
+    slow.count_tokens, slow.windows = embed.count_tokens, embed.windows  # type: ignore[attr-defined]
     monkeypatch.setattr(library, "_embed", slow)
     texts = ["Ann sings."] * (20 * EMBEDDED_AT_ONCE)
     job = asyncio.create_task(post(http, "embeddings", input=texts))

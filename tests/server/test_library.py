@@ -63,7 +63,7 @@ def engine(lm: LanguageModel) -> FusionEngine:
 @pytest.fixture
 def folder(tmp_path: Path, embedder: Embedder) -> Path:
     index = PassageIndex(DEFAULT_EMBEDDER)
-    index.replace({name: [text] for name, text in zip(NAMES, PASSAGES, strict=True)}, embedder(PASSAGES))
+    index.replace({name: [text] for name, text in zip(NAMES, PASSAGES, strict=True)}, embedder.windows(PASSAGES))
     index.save(tmp_path / "passages")
     return tmp_path / "passages"
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, make_method
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.engine.engine import require_verdict
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import FixedRatio, Method, VerifiedRatio
 from qcfuse_rag.methods.auto import DEFAULT_RATIO
 from qcfuse_rag.methods.qcfuse import FORMAT, PROFILE_FILE
 from qcfuse_rag.store.key import FRAMED
+from qcfuse_rag.verification import verdict as verdict_module
 from qcfuse_rag.verification.verdict import Check, Trial, Verdict, find_verdict, method_digest, verdict_problem
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
@@ -71,6 +72,22 @@ def test_a_verdict_is_found_again_by_model_method_and_kv_dtype(kept: FusionEngin
     (tmp_path / PROFILE_FILE).unlink()
     kept.store.kv_dtype = "int8"
     assert find_verdict(kept.lm, kept.store, QCFUSE) is None
+
+
+def test_a_verdict_of_the_package_counts_where_the_store_has_none(
+    kept: FusionEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the same weights, method and number format as any other, also for a store without a folder."""
+    monkeypatch.setattr(verdict_module, "PACKAGED", tmp_path / "package")
+    packaged = verdict(kept, AUTO, trial(0.3))
+    packaged.save(tmp_path / "package")
+    assert find_verdict(kept.lm, kept.store, AUTO) == packaged
+    assert find_verdict(kept.lm, MemoryStore(kv_dtype=kept.store.kv_dtype), AUTO) == packaged
+    assert require_verdict(kept.lm, kept.store, make_method("auto", ratio=0.3), "require") == packaged
+    assert find_verdict(kept.lm, kept.store, QCFUSE) is None
+    own = verdict(kept, AUTO, trial(0.2, 2.0))
+    own.save(tmp_path)
+    assert find_verdict(kept.lm, kept.store, AUTO) == own, "though it did not pass"
 
 
 def test_a_check_passes_at_its_limit_whatever_is_rounded() -> None:
@@ -219,7 +236,7 @@ def test_a_gpu_takes_from_a_verdict_only_what_it_can_run(
 
 def test_without_a_passing_verdict_there_is_a_warning_or_a_refusal(kept: FusionEngine, tmp_path: Path) -> None:
     subject = (kept.lm, kept.store)
-    with pytest.warns(UnverifiedMethod, match="qcfuse has not been verified on this model; run `qcfuse verify`"):
+    with pytest.warns(UnverifiedMethod, match="qcfuse has not been verified on this model; `qcfuse verify --quick"):
         require_verdict(*subject, QCFUSE, "warn")
     with pytest.raises(Unverified, match="has not been verified"):
         require_verdict(*subject, QCFUSE, "require")
@@ -235,7 +252,7 @@ def test_without_a_passing_verdict_there_is_a_warning_or_a_refusal(kept: FusionE
 
 
 def test_loading_an_engine_looks_for_the_verdict(model_folder: str, tmp_path: Path) -> None:
-    with pytest.raises(Unverified, match="run `qcfuse verify`"):
+    with pytest.raises(Unverified, match="`qcfuse verify --quick"):
         FusionEngine.load(model_folder, store=tmp_path, method=QCFUSE, verdict="require")
     with pytest.warns(UnverifiedMethod):
         engine = FusionEngine.load(model_folder, store=tmp_path, method=QCFUSE)
