@@ -27,7 +27,7 @@ from qcfuse_rag.ingestion.prefill import PrefillTarget
 from qcfuse_rag.ingestion.primer import PRIMER, primer_ids
 from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, WarmJob, WarmSummary, with_prerequisites
 from qcfuse_rag.prompts.builder import PromptBuilder, marker_number
-from qcfuse_rag.prompts.recognition import PassageIndex
+from qcfuse_rag.prompts.recognition import RecognitionIndex
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -247,9 +247,9 @@ class Corpus:
             return self._sources
 
     @cached_property
-    def index(self) -> PassageIndex:
+    def index(self) -> RecognitionIndex:
         """By which warmed passages are recognised in a text."""
-        return PassageIndex(self.open_sources, self._lm.fingerprint, self._prompts, self._store.secret)
+        return RecognitionIndex(self.open_sources, self._lm.fingerprint, self._prompts, self._store.secret)
 
     def evict_removed(self) -> bool:
         """Drop the entries that any process has removed since the last call; return whether anything was forgotten."""

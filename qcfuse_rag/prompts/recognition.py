@@ -133,7 +133,7 @@ class AnchorTable:
             yield int(self.numbers[passage]), begin, np.array(found)
 
 
-class PassageIndex:
+class RecognitionIndex:
     """The passages of a model in a store's manifest that can be found in a text.
 
     Every method raises `StoreError` if the manifest cannot be read or written. Safe to use from several threads.
@@ -277,7 +277,7 @@ UNSOUGHT = "no passages were looked for"
 """The beginning of a fallback where a text was not searched for passages; the reason follows a colon."""
 
 FindPassages = Callable[[str, Sequence[int], Offsets], list[StoredRun] | None]
-"""Returns the parts of warmed passages in a text with its tokens, see `PassageIndex.find`; may raise `StoreError`."""
+"""Returns the parts of warmed passages in a text with its tokens, see `RecognitionIndex.find`; may raise `StoreError`."""
 
 
 def prompt_from_text(

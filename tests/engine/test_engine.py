@@ -22,7 +22,7 @@ from qcfuse_rag import (
     open_store,
 )
 from qcfuse_rag.errors import PromptTooLong, StoreError
-from qcfuse_rag.prompts.recognition import PassageIndex
+from qcfuse_rag.prompts.recognition import RecognitionIndex
 from qcfuse_rag.runtime.learned_costs import read_samples
 from qcfuse_rag.store.entry.codec import MappedFile, StoredBlocks, open_chunk
 from qcfuse_rag.store.key import BLIND, FRAMED, Base
@@ -126,7 +126,7 @@ def test_a_text_beyond_the_context_window_is_refused_before_passages_are_sought_
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sought: list[str] = []
-    monkeypatch.setattr(PassageIndex, "find", lambda _, text, *tokens: sought.append(text) or [])
+    monkeypatch.setattr(RecognitionIndex, "find", lambda _, text, *tokens: sought.append(text) or [])
     engine.prompt_from_text("x" * 1_000)
     assert len(sought) == 1
     for conversation in ("x" * 2_000_000, [("user", "Why?"), ("assistant", "x" * 2_000_000), ("user", "Why?")]):

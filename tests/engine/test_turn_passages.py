@@ -9,7 +9,7 @@ import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, Prompt, SamplingParams, make_method
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.prompts.recognition import UNSOUGHT, PassageIndex
+from qcfuse_rag.prompts.recognition import UNSOUGHT, RecognitionIndex
 from qcfuse_rag.prompts.template import Turn
 from qcfuse_rag.store.key import FRAMED
 from tests.support import references
@@ -109,10 +109,10 @@ def test_without_the_record_of_passages_turns_are_computed_and_the_report_says_w
     keeping.warm(PASSAGES)
     expected = build(keeping, [])
 
-    def fail(self: PassageIndex, *text: object) -> None:
+    def fail(self: RecognitionIndex, *text: object) -> None:
         raise StoreError("the record cannot be read")
 
-    monkeypatch.setattr(PassageIndex, "find", fail)
+    monkeypatch.setattr(RecognitionIndex, "find", fail)
     prompt = build(keeping, [])
     assert prompt.ids == expected.ids
     assert len(prompt.chunks) == len(expected.chunks) - 1
