@@ -49,7 +49,6 @@ from qcfuse_rag.cli.options import (
     WordedModel,
     expand_options,
 )
-from qcfuse_rag.cli.running import ask_server
 from qcfuse_rag.cli.store import store_app
 from qcfuse_rag.declared_options import declared_options
 from qcfuse_rag.engine.config import EngineConfig
@@ -181,15 +180,9 @@ def ask(
     explain: Annotated[Path | None, typer.Option(help="HTML page to write, which shows the recomputed tokens.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Answer a question over warmed documents and report which tokens were reused.
-
-    A running `qcfuse serve` of the library answers, unless other options than `--max-new-tokens` are given.
-    """
+    """Answer a question over warmed documents and report which tokens were reused."""
     if not documents:
         _require_library(store)
-        plain = config == EngineConfig() and options == AskOptions() and explain is None and not as_json
-        if plain and ask_server(question, store, max_new_tokens=max_new_tokens):
-            return
     _code("ask").ask_library(
         question,
         store,
