@@ -41,7 +41,6 @@ from qcfuse_rag.cli.options import (
     Library,
     LoadedModel,
     ModelAndMethod,
-    PlanOptions,
     PrefixOptions,
     Question,
     ServeOptions,
@@ -148,13 +147,6 @@ def serve_command(
 ) -> None:
     """Serve OpenAI chat completions over a library; documents are retrieved here or come with each request."""
     _code("serve").serve_library(store, config, options)
-
-
-@app.command("plan")
-@expand_options
-def plan_command(options: PlanOptions, as_json: Json = False) -> None:
-    """Estimate the bytes, warming hours, break-even uses, and time to first token of a corpus on each tier."""
-    _code("plan").plan_corpus(options, as_json=as_json)
 
 
 @app.command("verify")
