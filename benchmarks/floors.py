@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
@@ -10,15 +12,29 @@ from tokenizers.models import BPE
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from qcfuse_rag.cli.plan import SHAPES
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.cpu_weights import Float16Linear, PackedLinear
 from qcfuse_rag.models.fingerprint import plain_parts
 from qcfuse_rag.models.quantized_weights import FORMATS, quantize_weights
-from qcfuse_rag.runtime.device import fastest_s, finish
+from qcfuse_rag.runtime.device import finish
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 WINDOW = 1 << 17
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _config(family: str, kv_heads: int, *sizes: int, **more: object) -> dict[str, object]:
+    return {"model_type": family, "num_key_value_heads": kv_heads, **dict(zip(SIZES, sizes, strict=True)), **more}
+
+
+# From the published `config.json` of each model.
+SHAPES = {
+    "smollm2-135m": _config("llama", 3, 49152, 576, 1536, 30, 9, tie_word_embeddings=True),
+    "qwen3-0.6b": _config("qwen3", 8, 151936, 1024, 3072, 28, 16, head_dim=128, tie_word_embeddings=True),
+    "qwen3-8b": _config("qwen3", 8, 151936, 4096, 12288, 36, 32, head_dim=128),
+    "qwen3-32b": _config("qwen3", 8, 151936, 5120, 25600, 64, 64, head_dim=128),
+    "llama-3.1-8b": _config("llama", 8, 128256, 4096, 14336, 32, 32),
+}
 
 
 def random_model(
@@ -51,6 +67,45 @@ def seconds(lm: LanguageModel, run: Callable[[], object]) -> float:
     """Time one call, with the work that it leaves to the device."""
     finish(lm.device)
     return fastest_s(lm.device, run, 1)
+
+
+def fastest_s(device: torch.device, work: Callable[[], object], samples: int) -> float:
+    """Return the seconds of the fastest of several runs on the host and a device; other work disturbs it least."""
+    times = []
+    for _ in range(samples):
+        started = time.perf_counter()
+        work()
+        finish(device)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+SAMPLES = 7
+"""Measurements of a rate, of which the best counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The best rates measured here."""
+
+    flops: float  # floating-point operations a second of a large matrix product in the model's dtype
+    memory: float  # bytes a second of a large copy in the model's memory; a byte read and written counts twice
+    loading: float  # bytes a second from page-locked host memory to the device; on a CPU, those of a copy
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measure each rate as the best of `SAMPLES`."""
+    gpu = device.type == "cuda"
+    size, count = (8192, 1 << 28) if gpu else (1536, 1 << 25)
+    left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    product_s = fastest_s(device, lambda: left @ right, SAMPLES)
+    target, source = (torch.randn(count, device=device) for _ in range(2))
+    memory = 2 * target.nbytes / fastest_s(device, lambda: target.copy_(source), SAMPLES)
+    loading = memory / 2  # a copy reads and writes each byte
+    if gpu:
+        host = torch.empty(count, pin_memory=True)
+        loading = target.nbytes / fastest_s(device, lambda: target.copy_(host), SAMPLES)
+    return Ceilings(2 * size**3 / product_s, memory, loading)
 
 
 def row_operations(lm: LanguageModel, rows: float, tokens: int) -> float:

@@ -15,8 +15,8 @@ import triton
 from torch import Tensor
 from typer import Option
 
+from benchmarks.floors import SHAPES, Ceilings, measure_ceilings
 from benchmarks.runner import Report, Run, Table, about_process
-from qcfuse_rag.cli.plan import SHAPES, Ceilings, measure_ceilings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.attention import dispatch

@@ -24,10 +24,9 @@ from transformers import Cache, DynamicCache, StaticCache
 from typer import Option
 
 from benchmarks.configurations import FULL, Configuration, configurations, split_names
-from benchmarks.floors import random_model, row_operations, seconds, step_bytes
+from benchmarks.floors import measure_ceilings, random_model, row_operations, seconds, step_bytes
 from benchmarks.options import Methods, ModelOptions, Ratios, Repeats, counts, shares
 from benchmarks.runner import Key, Record, Report, Run, Table, about_model, machine_conditions
-from qcfuse_rag.cli.plan import measure_ceilings
 from qcfuse_rag.engine.first_passes import measure_passes
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.fusion.method import IN_FULL, Method

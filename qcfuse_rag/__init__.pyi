@@ -23,6 +23,5 @@ from .store.backends.remote import RemoteStore as RemoteStore
 from .store.backends.tenant import TenantStore as TenantStore
 from .store.backends.tiered import TieredStore as TieredStore
 from .store.factory import open_store as open_store
-from .verification.watch import ShadowSettings as ShadowSettings
 
 __version__: str

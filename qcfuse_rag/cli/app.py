@@ -41,7 +41,6 @@ from qcfuse_rag.cli.options import (
     Library,
     LoadedModel,
     ModelAndMethod,
-    PlanOptions,
     PrefixOptions,
     Question,
     ServeOptions,
@@ -49,7 +48,6 @@ from qcfuse_rag.cli.options import (
     WordedModel,
     expand_options,
 )
-from qcfuse_rag.cli.running import ask_server
 from qcfuse_rag.cli.store import store_app
 from qcfuse_rag.declared_options import declared_options
 from qcfuse_rag.engine.config import EngineConfig
@@ -151,13 +149,6 @@ def serve_command(
     _code("serve").serve_library(store, config, options)
 
 
-@app.command("plan")
-@expand_options
-def plan_command(options: PlanOptions, as_json: Json = False) -> None:
-    """Estimate the bytes, warming hours, break-even uses, and time to first token of a corpus on each tier."""
-    _code("plan").plan_corpus(options, as_json=as_json)
-
-
 @app.command("verify")
 @expand_options
 def verify_command(config: VerifiedModel, options: VerifyOptions, as_json: Json = False) -> None:
@@ -181,15 +172,9 @@ def ask(
     explain: Annotated[Path | None, typer.Option(help="HTML page to write, which shows the recomputed tokens.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Answer a question over warmed documents and report which tokens were reused.
-
-    A running `qcfuse serve` of the library answers, unless other options than `--max-new-tokens` are given.
-    """
+    """Answer a question over warmed documents and report which tokens were reused."""
     if not documents:
         _require_library(store)
-        plain = config == EngineConfig() and options == AskOptions() and explain is None and not as_json
-        if plain and ask_server(question, store, max_new_tokens=max_new_tokens):
-            return
     _code("ask").ask_library(
         question,
         store,

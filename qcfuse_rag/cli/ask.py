@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from qcfuse_rag.cli.console import ERR, error_text, print_json, print_line, print_note, shows_tracebacks
+from qcfuse_rag.cli.console import ERR, OUT, error_text, print_json, print_line, print_note, shows_tracebacks, size
 from qcfuse_rag.cli.library import open_session
 from qcfuse_rag.cli.options import AskOptions, CorpusOptions, JobOptions
-from qcfuse_rag.cli.running import print_details, print_pieces, sources_line, summary_line
 from qcfuse_rag.cli.warm import print_left_out, run_job
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
+from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decoding import Generation
 from qcfuse_rag.library.jobs import JobRecord
 from qcfuse_rag.library.session import LibraryAnswer, LibrarySession
@@ -65,9 +65,35 @@ def print_answer(answer: LibraryAnswer) -> str:
     print_pieces((piece.reasoning, piece.text) for piece in answer.pieces())
     generation = answer.stream.result()
     reranked = [] if answer.reranking is None else [f"reranked: {answer.reranking.summary}"]
-    summary = summary_line(generation.report)
-    print_details([sources_line(answer.sources), *reranked, summary, *healing_line(generation)])
+    sources = f"sources: {', '.join(answer.sources) or 'none'}"
+    for line in [sources, *reranked, summary_line(generation.report), *healing_line(generation)]:
+        ERR.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
     return answer.response.content
+
+
+def print_pieces(pieces: Iterable[tuple[str, str]]) -> None:
+    """Print reasoning to standard error and text to standard output, as they come."""
+    reasons = False
+    for reasoning, text in pieces:
+        if reasoning:
+            ERR.print(reasoning, end="", style="dim", highlight=False, markup=False, soft_wrap=True)
+            reasons = True
+        if text:
+            if reasons:
+                ERR.print("\n")
+                reasons = False
+            OUT.print(text, end="", highlight=False, markup=False, soft_wrap=True)
+    OUT.print()
+
+
+def summary_line(report: FusionReport) -> str:
+    """Return one line on a fused prefill: method, tokens computed, bytes loaded, time to the first token, and reuse."""
+    label = f"{report.method}, ratio {report.ratio:g}: " if report.base else f"{report.method}: "
+    line = (
+        f"{label}computed {report.rows:,} of {report.prompt_tokens:,} tokens ({report.work:.0%} over all layers), "
+        f"loaded {size(report.bytes_loaded)}, first token after {report.timings.ttft_s:.2f} s"
+    )
+    return f"{line}; {report.reuse}"
 
 
 def healing_line(answer: Generation) -> list[str]:

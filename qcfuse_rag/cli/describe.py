@@ -11,9 +11,11 @@ from rich.table import Column, Table
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import OUT, print_note, size
+from qcfuse_rag.cli.library import passage_bytes
 from qcfuse_rag.engine.config import EngineConfig
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.methods import METHODS
+from qcfuse_rag.library.documents import PASSAGE_TOKENS
+from qcfuse_rag.methods import METHODS, choose_method
 from qcfuse_rag.models.source import named_adapter
 from qcfuse_rag.runtime.attention.dispatch import dense_attention_name
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
@@ -84,6 +86,8 @@ def check_model(config: EngineConfig) -> dict[str, Any]:
     except UnsupportedModel as error:
         return {"model": name, "supported": False, "reason": str(error)}
     adapter, base, _ = named_adapter(name)
+    caches = len(choose_method().bases)
+    stored = passage_bytes(lm, [PASSAGE_TOKENS], caches)
     report: dict[str, Any] = {
         "model": name,
         "supported": check.passed,
@@ -100,6 +104,8 @@ def check_model(config: EngineConfig) -> dict[str, Any]:
         "context_window": lm.context_window.tokens,
         "context_window_reason": lm.context_window.reason,
         "kv_bytes_per_token": lm.kv_bytes_per_token,
+        "caches": caches,
+        "stored_bytes_per_token": {name: taken / PASSAGE_TOKENS for name, taken in stored.items()},
         "kernels": unavailable_reason(lm.device, lm.dtype, lm.widest_head) or "used",
         "full_prefill_attention": dense_attention_name(lm.device, lm.dtype),
         "fingerprint": lm.fingerprint.fields(),
@@ -131,7 +137,8 @@ def print_model_check(report: Mapping[str, Any]) -> None:
         OUT.print("  reads passages that were computed alone, by its name: --method reuse --base blind")
     OUT.print(f"  positions: {'; '.join(report['rope'])}")
     OUT.print(f"  context window: {report['context_window']:,} tokens ({report['context_window_reason']})")
-    OUT.print(f"  stored size: {size(report['kv_bytes_per_token'])} per token")
+    sizes = (f"{size(taken)} as {name}" for name, taken in report["stored_bytes_per_token"].items())
+    OUT.print(f"  stored size per token, in {report['caches']} caches of each passage: {', '.join(sizes)}")
     OUT.print(f"  kernels: {report['kernels']}; attention of full prefill: {report['full_prefill_attention']}")
     OUT.print(f"  all rows against the model's own forward: {check['all_rows']:.2g}")
     OUT.print(f"  reused rows against caches computed in place: {check['question_rows']:.2g}")

@@ -5,7 +5,7 @@ This module imports the model code, which is slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,17 @@ from qcfuse_rag.library.session import LibrarySession
 from qcfuse_rag.library.settings import LibrarySettings, embedder_name
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.entry.codec import entry_bytes
+from qcfuse_rag.store.quantization import STORE_FORMATS
 from qcfuse_rag.verification.verdict import verdict_problem
+
+
+def passage_bytes(lm: LanguageModel, lengths: Collection[int], caches: int) -> dict[str, int]:
+    """Return the bytes that passages of so many tokens take in each format of a store, with several caches of each."""
+    return {
+        kv_dtype: caches * sum(entry_bytes(lm.shapes, lm.dtype, kv_dtype, tokens) for tokens in lengths)
+        for kv_dtype in STORE_FORMATS
+    }
 
 
 def with_settings(config: EngineConfig, settings: LibrarySettings) -> EngineConfig:

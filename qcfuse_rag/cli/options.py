@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Ge, Le
 from rich.markup import escape
@@ -198,33 +198,6 @@ class VerifyOptions:
     rerank: Path | None = None
     embedder: EmbedderName = None
     tenant: Tenant = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The corpus and the machine of `qcfuse plan`.
-
-    Attributes:
-        nodes: Number of passages in the corpus.
-        model: Shape such as qwen3-8b, or a model folder or id.
-        tokens: Tokens per passage.
-        gpu: GPU: a100, l40s, h100, h200, b200, or here to measure this machine.
-        retrieved: Passages per request.
-        ratio: Share of their tokens to recompute.
-        kv_dtype: Number format of stored keys and values.
-        reached: Share of a data sheet's rates to assume; ignored with --gpu here.
-        caches: Caches per passage; the default method keeps two.
-    """
-
-    nodes: Annotated[int, Ge(1)]
-    model: str
-    tokens: Annotated[int, Ge(1)] = 384
-    gpu: str = "h200"
-    retrieved: Annotated[int, Ge(1)] = 10
-    ratio: Annotated[float, Ge(0), Le(1)] = 0.15
-    kv_dtype: Literal["model", "int8"] = "int8"
-    reached: Annotated[float, Ge(0.01), Le(1)] = 0.5
-    caches: Annotated[int, Ge(1)] = 2
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

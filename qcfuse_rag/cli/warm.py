@@ -19,7 +19,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, print_note, progress_bar, size, status
-from qcfuse_rag.cli.library import open_engine, with_settings
+from qcfuse_rag.cli.library import open_engine, passage_bytes, with_settings
 from qcfuse_rag.cli.options import WORDING, CorpusOptions, JobOptions, PrefixOptions
 from qcfuse_rag.cluster.workers import RayWorkers, embed_on_ray, read_on_ray
 from qcfuse_rag.declared_options import declared_options
@@ -77,18 +77,22 @@ def plan_warming(library: Path, config: EngineConfig, corpus: CorpusOptions, *, 
         pairs = [(source, text) for source, texts in passages.items() for text in texts]
         chunk_ids = [engine.prompts.chunk_ids(text) for _, text in pairs]
         plan = engine.corpus.warm_job(chunk_ids, batch_tokens=corpus.batch_tokens).plan(measure=True, limit_bytes=limit)
+        lengths, caches = [*map(len, set(chunk_ids))], len(engine.corpus.bases)
+        stored = passage_bytes(engine.lm, lengths, caches)
     failed = [(pairs[index][0], reason) for index, reason in plan.failed]
     documents = sum(map(bool, passages.values()))
     free = shutil.disk_usage(library if library.exists() else Path.cwd()).free
     if as_json:
         counts = {"documents": documents, "passages": len(pairs), "unread": unread}
-        print_json({**counts, **plan.to_dict(), "failed": failed, "disk_free_bytes": free})
+        print_json({**counts, **plan.to_dict(), "failed": failed, "disk_free_bytes": free, "all_bytes": stored})
         return
     print_line(
         f"{documents} documents, {len(pairs)} passages: {plan.to_warm} caches to prefill ({plan.tokens:,} tokens), "
         f"{plan.present} there already"
     )
     OUT.print(f"would take {size(plan.size_bytes)} of {size(free)} free, and about {duration(plan.seconds or 0.0)}")
+    sizes = (f"{size(taken)} as {name} ({size(taken / sum(lengths))} per token)" for name, taken in stored.items())
+    print_line(f"all passages, in {caches} cache(s) of each: {', '.join(sizes)}")
     if plan.left_out:
         OUT.print(f"[yellow]{plan.left_out} caches do not fit the store's limit[/yellow]; raise --limit-gb")
     _print_reasons(failed, unread)

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +39,6 @@ from qcfuse_rag.verification.verdict import Verdict, find_verdict, verdict_probl
 
 if TYPE_CHECKING:
     from qcfuse_rag.fusion.rerank import Reranking
-    from qcfuse_rag.verification.watch import Shadow, ShadowSettings
 
 
 def require_verdict(lm: LanguageModel, store: KVStore, method: Method, policy: VerdictPolicy) -> Verdict | None:
@@ -99,7 +97,6 @@ class FusionEngine:
         self.prefixes = PrefixCache(prefix_bytes)
         self.runner.free_memory = self.prefixes.clear
         self.verdict: Verdict | None = None
-        self._shadow: Shadow | None = None
         self._observers: tuple[Callable[[FusionReport], None], ...] = (ReuseMonitor(self.corpus.index.count).note,)
 
     @classmethod
@@ -311,19 +308,14 @@ class FusionEngine:
         Raises:
             PromptTooLong: if the prompt exceeds the context window; a long answer is cut to what fits.
         """
-        shadow = self._shadow
-        chosen = method or (self.method if shadow is None else shadow.method(self.method))
-        with nullcontext() if shadow is None else shadow.prefilling():
-            if self.corpus.evict_removed():
-                self.prefixes.clear()
-            lease = None if prefixes is None or method is not None else prefixes.lease(prompt, chosen)
-            prefilled = yield from fuse_in_parts(
-                self.runner, prompt, chosen, answer_tokens=answer_tokens, lease=lease, part_rows=part_rows
-            )
-            if lease is not None:
-                lease.release()
-        if shadow is not None and method is None:
-            shadow.note(prefilled, chosen)
+        if self.corpus.evict_removed():
+            self.prefixes.clear()
+        lease = None if prefixes is None or method is not None else prefixes.lease(prompt, self.method)
+        prefilled = yield from fuse_in_parts(
+            self.runner, prompt, method or self.method, answer_tokens=answer_tokens, lease=lease, part_rows=part_rows
+        )
+        if lease is not None:
+            lease.release()
         for observer in self._observers:
             try:
                 observer(prefilled.report)
@@ -425,22 +417,8 @@ class FusionEngine:
         """Call an observer with the report of every prefill from now on, in its thread; errors are logged."""
         self._observers = (*self._observers, observer)
 
-    def watch(self, settings: ShadowSettings | None = None) -> Shadow:
-        """Compare some requests with full prefill from now on, while no request is prefilled; see `verification.watch`.
-
-        Only requests that name no method of their own are watched. An earlier watch ends.
-        """
-        from qcfuse_rag.verification.watch import Shadow, ShadowSettings
-
-        if self._shadow is not None:
-            self._shadow.close()
-        self._shadow = Shadow(self.runner, settings or ShadowSettings())
-        return self._shadow
-
     def close(self) -> None:
-        """Stop watching, drop finished requests, and close the store, also one that was handed over."""
-        if self._shadow is not None:
-            self._shadow.close()
+        """Drop finished requests, and close the store, also one that was handed over."""
         self.prefixes.clear()
         self.runner.costs.save()
         self.corpus.close()

@@ -12,7 +12,6 @@ then run out of work. A `DeviceTimestamp` is therefore an event that the device 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,17 +39,6 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
-
-
-def fastest_s(device: torch.device, work: Callable[[], object], samples: int) -> float:
-    """Return the seconds of the fastest of several runs on the host and a device; other work disturbs it least."""
-    times = []
-    for _ in range(samples):
-        started = time.perf_counter()
-        work()
-        finish(device)
-        times.append(time.perf_counter() - started)
-    return min(times)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

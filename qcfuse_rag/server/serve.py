@@ -16,7 +16,6 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.scheduler import EngineHandle, SchedulerSettings
-from qcfuse_rag.library import local_socket
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.library.folder import index_folder, library_of
 from qcfuse_rag.library.index import METADATA
@@ -44,15 +43,14 @@ class LibraryServer:
     def __init__(
         self, engine: FusionEngine, folder: Path, settings: ServerSettings, opened: Retriever | None = None
     ) -> None:
-        self._library = None if opened is None else library_of(folder)
         self._engine, self._max_requests = engine, settings.waiting + SchedulerSettings().active
         handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=self._max_requests))
         library = None
-        if opened is not None and self._library is not None:
-            changing, count = partial(job_lock, self._library), settings.top_k
+        if opened is not None:
+            around, count = library_of(folder), settings.top_k
             options = {"rerank": settings.rerank, "editable": settings.editable}
-            library = ServedLibrary(opened, engine, count=count, **options, changing=changing)
-            library.forget_listeners.append(partial(forget_source, self._library))
+            library = ServedLibrary(opened, engine, count=count, **options, changing=partial(job_lock, around))
+            library.forget_listeners.append(partial(forget_source, around))
         backend = EngineBackend(
             handle,
             settings.served_name(engine.lm.name),
@@ -88,10 +86,8 @@ class LibraryServer:
         """Serve until the process is interrupted or terminated, then finish the requests in progress."""
         # uvicorn raises the signal that stopped it again, which would end this process before the store is closed.
         previous_handler = signal.signal(signal.SIGTERM, lambda *_: None)
-        local = None if self._library is None else local_socket.listen(self._library)
         with suppress(KeyboardInterrupt):
-            sockets = [listener] if local is None else [listener, local]
-            make_server(self._app, max_requests=self._max_requests).run(sockets=sockets)
+            make_server(self._app, max_requests=self._max_requests).run(sockets=[listener])
         signal.signal(signal.SIGTERM, previous_handler)
 
 

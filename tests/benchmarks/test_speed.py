@@ -14,12 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import speed, store
-from benchmarks.floors import random_model, row_operations, step_bytes
+from benchmarks.floors import SHAPES, Ceilings, random_model, row_operations, step_bytes
 from benchmarks.runner import Run as Records
 from benchmarks.speed import STEPS, clone, fill, peak_bytes, random_prompt, report, stock_steps
 from benchmarks.store import COLD
 from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError, make_method
-from qcfuse_rag.cli.plan import SHAPES, Ceilings
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.pipeline import fuse_prompt
 from qcfuse_rag.models.cpu_weights import multiplies, pack_float16

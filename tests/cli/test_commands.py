@@ -169,7 +169,12 @@ def test_models_check_proves_a_model(run: Run, model_folder: str) -> None:
     report = json.loads(out)
     assert (code, report["supported"], report["rope"]) == (0, True, ["half-split, 16 channels"])
     assert report["check"]["all_rows"] < 1e-4
-    assert "supported" in run("models", "check", model_folder, "--device", "cpu")[1]
+    stored = report["stored_bytes_per_token"]
+    assert stored["model"] > report["caches"] * report["kv_bytes_per_token"] == 2 * report["kv_bytes_per_token"]
+    assert stored["int8"] < stored["model"]
+    shown = run.text("models", "check", model_folder, "--device", "cpu")
+    assert "supported" in shown
+    assert "stored size per token, in 2 caches of each passage: " in shown
 
 
 @pytest.mark.parametrize(

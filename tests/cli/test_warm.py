@@ -34,6 +34,9 @@ def test_a_plan_says_bytes_and_seconds_and_changes_nothing(
     options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", *FRAMED)
     plan = run.json("warm", "plan", *options)
     assert (plan["documents"], plan["to_warm"], plan["present"]) == (3, 3, 0)
+    assert plan["all_bytes"]["int8"] == plan["size_bytes"]
+    two = run.json("warm", "plan", *options[: -len(FRAMED)])
+    assert two["all_bytes"] == {name: 2 * taken for name, taken in plan["all_bytes"].items()}
     assert not (tmp_path / "s").exists()
     run.json("warm", "run", *options)
     size = run.json("store", "stats", "--store", tmp_path / "s")["size_bytes"]
@@ -42,7 +45,9 @@ def test_a_plan_says_bytes_and_seconds_and_changes_nothing(
     wide = run.json("warm", "plan", *options, "--kv-dtype", "model", "--limit-gb", 0.000001)
     assert (wide["present"], wide["to_warm"], wide["left_out"]) == (3, 0, 0)
     assert run.json("store", "stats", "--store", tmp_path / "s")["settings"]["kv_dtype"] == "int8"
-    assert "would take" in run.text("warm", "plan", *options)
+    shown = run.text("warm", "plan", *options)
+    assert "would take" in shown
+    assert "all passages, in 1 cache(s) of each: " in shown
 
 
 def test_what_does_not_fit_is_said_before_and_after(

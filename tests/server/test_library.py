@@ -18,7 +18,6 @@ import pytest
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
 from qcfuse_rag.engine.scheduler import EngineHandle
 from qcfuse_rag.errors import Busy, Closed, StoreError
-from qcfuse_rag.library import local_socket
 from qcfuse_rag.library.documents import ServedLibrary
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import DEFAULT_EMBEDDER, PassageIndex, RetrievalLog, embedder_source
@@ -598,11 +597,6 @@ def test_the_command_serves_what_it_warmed(run: Run, model_folder: str, corpus_f
         asked = {"messages": [{"role": "user", "content": "Where does the harbour master live?"}], "max_tokens": 2}
         found = http.post("/v1/chat/completions", json=asked).json()["documents"]
         assert {document["source"] for document in found} == {str(corpus_file)}
-        code, answered, said = run(
-            "ask", "Where does the harbour master live?", "--store", library, "--max-new-tokens", 2
-        )
-        assert (code, "server that runs over this library" in said, corpus_file.name in said) == (0, True, True)
-        assert answered.strip()
         assert http.get("/v1/models", headers={"Host": "page.example"}).status_code == 421
         new = {"source": "new.md", "text": HARBOUR}
         assert http.post("/v1/documents", json={"documents": [new]}).json()["passages"] == 1
@@ -617,4 +611,3 @@ def test_the_command_serves_what_it_warmed(run: Run, model_folder: str, corpus_f
             time.sleep(1)
     with open_store(library / "kv") as store:
         assert sum(entry.uses or 0.0 for entry in store.entries()) > before
-    assert local_socket.connect(library) is None
