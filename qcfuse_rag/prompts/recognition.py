@@ -277,7 +277,7 @@ UNSOUGHT = "no passages were looked for"
 """The beginning of a fallback where a text was not searched for passages; the reason follows a colon."""
 
 FindPassages = Callable[[str, Sequence[int], Offsets], list[StoredRun] | None]
-"""Returns the parts of warmed passages in a text with its tokens, see `RecognitionIndex.find`; may raise `StoreError`."""
+"""Returns the parts of warmed passages in a text, see `RecognitionIndex.find`; may raise `StoreError`."""
 
 
 def prompt_from_text(
