@@ -45,7 +45,7 @@ def test_a_quick_verdict_asks_less_and_says_how_sure_it_is(run: Run, model_folde
     said = " ".join(out.split())
     assert (code, "answers to 9 prompts, nats a token; could be between" in said) == (0, True)
     found = json.loads(run(*quick, "--kl", 0, "--size", 1, "--json")[1])
-    assert [trial["ratio"] for trial in found["tried"][::2]] == [0.1, 0.15, 0.2, 0.3, 0.5]
+    assert [trial["label"] for trial in found["tried"]] == ["ratio 0.1", "ratio 0.2", "ratio 0.4"]
     assert "to 3 prompts" in found["tried"][0]["checks"][1]["detail"], "what the user names counts"
 
 
