@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from unicodedata import normalize
@@ -33,7 +33,15 @@ Respond to the user query using the provided context, incorporating inline citat
 FOLDED = {"\u2019": "'", "\u201c": '"', "\ufb01": "fi", "\ufb02": "fl"} | {chr(0xFF10 + i): str(i) for i in range(10)}
 """Quotes, ligatures and full-width digits, as ftfy writes them in the texts that Open WebUI reads."""
 
-EVEN: Any = lambda texts: np.ones((len(texts), 1), np.float32)  # noqa: E731
+
+class _Even:
+    """Embeds all texts alike."""
+
+    def windows(self, texts: Iterable[str]) -> list[Any]:
+        return [np.ones((1, 1), np.float32) for _ in texts]
+
+
+EVEN: Any = _Even()
 """An embedder to which every text is as near as any other."""
 
 Change = Callable[[str], str]
@@ -63,7 +71,7 @@ def chat(
     shown = [change(text) for text in [*texts.values()][:TOP_K]]
     if retrieve:
         shown, index = [], PassageIndex(DEFAULT_EMBEDDER)
-        index.replace({name: [text] for name, text in texts.items()}, EVEN(texts))
+        index.replace({name: [text] for name, text in texts.items()}, EVEN.windows(texts))
         index.save(setting.folder)
         library = ServedLibrary(Retriever(setting.folder, index, EVEN), engine, count=TOP_K, editable=False)
     context = "\n\n".join(shown)

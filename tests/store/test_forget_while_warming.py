@@ -85,7 +85,7 @@ def test_it_stays_forgotten(
     with DiskStore(folder) as store, closing(Sources(store)) as sources:
         assert sources.names() == []
         assert sources.garbage.ownerless() == []
-        assert sources.manifest.read("SELECT * FROM located") == []
+        assert sources.manifest.read("SELECT * FROM recognised") == []
         assert fsck(store).clean
 
 
