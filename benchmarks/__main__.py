@@ -21,7 +21,6 @@ MEASUREMENTS = {
     "peer": "Compare whole answers on a CPU with llama.cpp, on the same GGUF file, tokens and threads.",
     "store": "Compare writing and reading entries with plain files of the same bytes.",
     "warm": "Compare a warming job with the bare forward passes of the same passages.",
-    "rerank": "Compare orders of passages from stored caches with MiniLM's, and the time with reading them anew.",
     "reuse": "Count what set-ups of LlamaIndex, LangChain and OpenAI's clients reuse of what was warmed.",
     "prices": "Compare the times to the first token that the guard predicts with those that come.",
     "profile": "Find the critical layers of a model: those in which questions attend to their answers.",

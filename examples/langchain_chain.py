@@ -1,11 +1,10 @@
-from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.runnables import RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 from sentence_transformers import SentenceTransformer
 
-from langchain_qcfuse import ChatQCFuse, QCFuseRerank, create_qcfuse_chain
+from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
 from qcfuse_rag.bundled import corpus, default_embedder, default_model
 
 
@@ -19,9 +18,7 @@ chat = ChatQCFuse(model=default_model(), store="kv")  # or any Hugging Face id, 
 documents = [Document(page_content=text) for text in corpus().values()]
 chat.warm(documents)
 
-nearest = InMemoryVectorStore.from_documents(documents, MiniLM()).as_retriever(search_kwargs={"k": 12})
-rerank = QCFuseRerank(chat=chat, top_n=3)  # reads the caches of 12 documents, and the answer those of the best three
-retriever = ContextualCompressionRetriever(base_compressor=rerank, base_retriever=nearest)
+retriever = InMemoryVectorStore.from_documents(documents, MiniLM()).as_retriever(search_kwargs={"k": 3})
 find = (lambda inputs: inputs["input"]) | retriever
 chain = RunnablePassthrough.assign(context=find) | create_qcfuse_chain(chat)
 for piece in chain.stream({"input": "What is the name of the ambulance boat of Merrin Hospital?"}):

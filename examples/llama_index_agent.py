@@ -1,4 +1,4 @@
-"""An agent with a query engine as its tool, which reranks what it retrieves.
+"""An agent with a query engine as its tool.
 
 The default model of 135M parameters calls no tools, so a scripted planner stands in: give a model that can, such as
 QCFuseLLM(model="Qwen/Qwen2.5-1.5B-Instruct"), to the agent in its place, or the same to both.
@@ -15,7 +15,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.tools import QueryEngineTool
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 
-from llama_index.llms.qcfuse import QCFuseLLM, QCFuseRerank, QCFuseWarmup
+from llama_index.llms.qcfuse import QCFuseLLM, QCFuseWarmup
 from qcfuse_rag.bundled import corpus, default_embedder, default_model
 
 llm = QCFuseLLM(model=default_model(), store="kv")
@@ -25,8 +25,7 @@ steps = [SentenceSplitter(chunk_size=512), embed, QCFuseWarmup(llm)]
 nodes = IngestionPipeline(transformations=steps).run(documents=documents)
 index = VectorStoreIndex(nodes, embed_model=embed)
 
-rerank = QCFuseRerank(llm=llm, top_n=3)  # reads the caches of 12 nodes, and the answer those of the best three
-queries = index.as_query_engine(llm=llm, similarity_top_k=12, node_postprocessors=[rerank])
+queries = index.as_query_engine(llm=llm, similarity_top_k=3)
 library = QueryEngineTool.from_defaults(queries, name="library", description="Answers questions about Vellmar Sound.")
 
 

@@ -64,9 +64,8 @@ def print_answer(answer: LibraryAnswer) -> str:
     """
     print_pieces((piece.reasoning, piece.text) for piece in answer.pieces())
     generation = answer.stream.result()
-    reranked = [] if answer.reranking is None else [f"reranked: {answer.reranking.summary}"]
     sources = f"sources: {', '.join(answer.sources) or 'none'}"
-    for line in [sources, *reranked, summary_line(generation.report), *healing_line(generation)]:
+    for line in [sources, summary_line(generation.report), *healing_line(generation)]:
         ERR.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
     return answer.response.content
 

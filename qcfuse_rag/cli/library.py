@@ -81,7 +81,7 @@ def open_session(
         retriever = Retriever.open(index_folder(library, store), embedder_name(options.embedder))
         engine = open_engine(store, config, settings, lm=lm)
         print_verdict_note(engine)
-        yield LibrarySession(engine, retriever, options.top_k, options.rerank, options.fidelity)
+        yield LibrarySession(engine, retriever, options.top_k, options.fidelity)
 
 
 def print_model_note(config: EngineConfig) -> None:

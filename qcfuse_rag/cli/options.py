@@ -68,12 +68,10 @@ class AskOptions:
 
     Attributes:
         top_k: Number of passages to retrieve.
-        rerank: Retrieve four times as many passages, and let the model choose by their caches; experimental.
     """
 
     embedder: EmbedderName = None
     top_k: Annotated[int, Ge(0)] = 6
-    rerank: bool = False
     fidelity: FidelityOption = "fast"
     tenant: Tenant = None
 
@@ -184,7 +182,6 @@ class VerifyOptions:
         kl: Maximum mean divergence along answers, in nats.
         agreement: Minimum share of equal answer tokens.
         loss: Maximum share of hidden answers lost.
-        rerank: JSON lines of questions, each with an answer or a source: compare reranking with the retriever instead.
     """
 
     ratio: float | None = None
@@ -195,8 +192,6 @@ class VerifyOptions:
     kl: Annotated[float, Ge(0)] = 0.25
     agreement: Annotated[float, Ge(0), Le(1)] = 0.75
     loss: Annotated[float, Ge(0), Le(1)] = 0.1
-    rerank: Path | None = None
-    embedder: EmbedderName = None
     tenant: Tenant = None
 
 

@@ -31,15 +31,13 @@ def serve_library(library: Path, config: EngineConfig, options: ServeOptions) ->
     except ImportError as error:
         raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[serve]'`") from error
     options = replace(options, token=os.environ.get(TOKEN_VARIABLE) or None)
-    refused = [f"--{flag}" for flag in ("retrieve", "rerank", "editable", "keep") if getattr(options, flag)]
+    refused = [f"--{flag}" for flag in ("retrieve", "editable", "keep") if getattr(options, flag)]
     if options.ray is not None and refused:
         raise QCFuseError(f"replicas on Ray have no {' and no '.join(refused)}; leave that out, or --ray")
     options.check()
     opened = open_passages(library, options.embedder) if options.ray is None else None  # the model takes longer to load
-    if (options.retrieve or options.rerank or options.editable) and opened is None:
-        raise QCFuseError(
-            f"no passages in {library}; --retrieve, --rerank and --editable need a library of `qcfuse warm run`"
-        )
+    if (options.retrieve or options.editable) and opened is None:
+        raise QCFuseError(f"no passages in {library}; --retrieve and --editable need a library of `qcfuse warm run`")
     if options.remote is None:
         existing_store_folder(library)  # do not create a library under a misspelt name
     if options.ray is None:

@@ -8,13 +8,11 @@ from pathlib import Path
 from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, print_json, print_line, progress_bar
-from qcfuse_rag.cli.library import open_engine, open_session, with_settings
-from qcfuse_rag.cli.options import AskOptions, VerifyOptions
+from qcfuse_rag.cli.library import open_engine, with_settings
+from qcfuse_rag.cli.options import VerifyOptions
 from qcfuse_rag.engine.config import EngineConfig
-from qcfuse_rag.errors import MisplacedSetting, QCFuseError
 from qcfuse_rag.library.folder import existing_store_folder, index_folder, open_library_store
 from qcfuse_rag.library.index import METADATA, PassageIndex
-from qcfuse_rag.library.rerank_check import NEAREST, check_reranking, read_questions
 from qcfuse_rag.library.settings import LibrarySettings
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.verification.sweep import QUICK, VerifySettings, verify
@@ -29,12 +27,6 @@ def run_verify(config: EngineConfig, options: VerifyOptions, *, as_json: bool) -
 
     The passages are those of the library, or the demonstration's.
     """
-    reranks, default = options.rerank is not None, VerifyOptions()
-    misplaced = ("ratio", "quick", *CHECKED) if reranks else ("embedder",)
-    if wrong := [f"--{name}" for name in misplaced if getattr(options, name) != getattr(default, name)]:
-        raise MisplacedSetting(f"{', '.join(wrong)} has no effect {'with' if reranks else 'without'} --rerank")
-    if options.rerank is not None:
-        return verify_reranking(config, options, options.rerank, as_json=as_json)
     given = {name: getattr(options, name) for name in CHECKED if getattr(options, name) is not None}
     settings = VerifySettings(**((QUICK if options.quick else {}) | given))
     folder, library = options.store, None
@@ -60,22 +52,6 @@ def run_verify(config: EngineConfig, options: VerifyOptions, *, as_json: bool) -
         _print_verdict(verdict, saved)
         print_line(f"hidden answers were in prompts of {options.tokens:,} tokens; if yours are longer, use --tokens")
     return verdict.passed
-
-
-def verify_reranking(config: EngineConfig, options: VerifyOptions, path: Path, *, as_json: bool) -> bool:
-    """Compare reranking with the retriever of a library on questions in a file; return whether it is better."""
-    questions = read_questions(path)
-    if options.store is None:
-        raise QCFuseError("--rerank needs a library: name it by --store")
-    asking = AskOptions(embedder=options.embedder, tenant=options.tenant)
-    with open_session(options.store, config, asking) as session, progress_bar("reranking", "questions") as advance:
-        found = check_reranking(session.engine, session.retriever, questions, advance)
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        print_line(f"{found.found} of {found.questions} questions have a right passage among the nearest {NEAREST}")
-        print_line(found.verdict)
-    return found.passed
 
 
 def _print_verdict(verdict: Verdict, saved: Path | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.config import EngineConfig, VerdictPolicy, warn_caller
@@ -36,9 +36,6 @@ from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.verification.exactness import check_exact_once
 from qcfuse_rag.verification.verdict import Verdict, find_verdict, verdict_problem
-
-if TYPE_CHECKING:
-    from qcfuse_rag.fusion.rerank import Reranking
 
 
 def require_verdict(lm: LanguageModel, store: KVStore, method: Method, policy: VerdictPolicy) -> Verdict | None:
@@ -357,47 +354,6 @@ class FusionEngine:
     ) -> Generation:
         """Answer a prompt; like `stream`, all at once."""
         return self.stream(prompt, sampling, method=method, cancel=cancel).result()
-
-    def rerank(
-        self,
-        question: str,
-        passages: Sequence[str],
-        top_k: int | None = None,
-        *,
-        retrieved: Sequence[float | None] | None = None,
-        method: Method | None = None,
-    ) -> Reranking:
-        """Order passages by the likelihood of a question behind each of them; see `fusion.rerank`.
-
-        Stored caches are read under the method's base, so an answer over the best passages finds them in memory.
-        Passages that the store has not are computed for this call alone. What was reused is logged, at the level INFO.
-
-        Args:
-            question: the question; of one longer than `fusion.rerank.QUESTION_CHARACTERS` its end, without blanks.
-            passages: the passages, exactly as they were warmed.
-            top_k: number of passages in the order; None for all.
-            retrieved: the retriever's score of each passage, which counts as much as the likelihood. If any is None,
-                the order of the passages stands in for all. Without it, likelihoods alone order.
-            method: whose caches to read; the engine's own by default.
-
-        Raises:
-            PromptTooLong: if a passage with the question exceeds the context window.
-            InvalidSetting: if the question has no text.
-            InvalidTemplate: if the wording has the question before the passages, or no text between them.
-        """
-        from qcfuse_rag.fusion.rerank import QUESTION_CHARACTERS, Reranking, rerank_prompts
-
-        if not passages:
-            return Reranking()
-        if self.corpus.evict_removed():
-            self.prefixes.clear()
-        question = question.strip()[-QUESTION_CHARACTERS:]
-        prompts = [self.prompts.build(question, [text]) for text in passages]
-        for prompt in prompts:
-            answer_room(self.lm, prompt, 0)
-        found = rerank_prompts(self.runner, prompts, method or self.method, retrieved, top_k)
-        LOG.info("reranked: %s", found.summary)
-        return found
 
     def compile(self) -> float:
         """Do now what the first request of a process would wait for; return the seconds it took.

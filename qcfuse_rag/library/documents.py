@@ -19,7 +19,7 @@ from qcfuse_rag.errors import Closed, QCFuseError, StoreError
 from qcfuse_rag.ingestion.warm_job import Progress
 from qcfuse_rag.library.index import PassageIndex, forget_passages
 from qcfuse_rag.library.readers import TextSplitting, is_markdown
-from qcfuse_rag.library.retriever import QUERY_CHARACTERS, Retrieved, Retriever
+from qcfuse_rag.library.retriever import QUERY_CHARACTERS, RetrievedPassage, Retriever
 
 Embed = Callable[[Sequence[str]], list[NDArray[np.float32]]]
 """Turns each text into the `[W, D]` vectors of its windows, see `Embedder.windows`."""
@@ -84,7 +84,6 @@ class ServedLibrary(Retriever):
         opened: the passages, which this takes over.
         engine: warms and forgets caches.
         count: number of passages to retrieve for a question.
-        rerank: whether the engine orders several times as many.
         editable: whether clients may add and remove documents.
         changing: returns a context in which no other job changes the library; raises `Busy` if another job does.
     """
@@ -95,22 +94,20 @@ class ServedLibrary(Retriever):
         engine: FusionEngine,
         *,
         count: int = 6,
-        rerank: bool = False,
         editable: bool = True,
         changing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(opened._folder, opened._index, opened._embed)
         self.editable = editable
         self._engine, self._count = engine, count
-        self._reranker = engine if rerank else None
         self._changing, self._closed = changing, threading.Event()
         # Called with the name of each document that was removed; they may return a number of passages that waited.
         self.forget_listeners: list[Callable[[str], int | None]] = []
         self._splitting = TextSplitting(engine.lm.tokenizer, PASSAGE_TOKENS) if editable else None
 
-    def retrieve_for(self, question: str, after: str | None) -> Retrieved:
-        """Return the best passages for a question after an earlier one, if there is one; see `retrieve_reranked`."""
-        return self.retrieve_reranked(self._reranker, question, self._count, after=after)
+    def retrieve_for(self, question: str, after: str | None) -> list[RetrievedPassage]:
+        """Return the passages nearest to a question after an earlier one, if there is one; see `retrieve`."""
+        return self.retrieve(question, self._count, after=after)
 
     def embed(self, texts: Sequence[str], stopped: Callable[[], bool]) -> tuple[NDArray[np.float32], int]:
         """Embed the beginnings of texts for a client.

@@ -9,17 +9,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import DEFAULT_EMBEDDER, IndexedPassage, PassageIndex, RetrievalLog, embedder_source
-
-if TYPE_CHECKING:
-    from qcfuse_rag.engine.engine import FusionEngine
-    from qcfuse_rag.fusion.rerank import Reranking
 
 HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]++(?=[^\n]*[^ \t\r#\n])([^\n]+)", re.MULTILINE)
 """Matches a Markdown heading, with spaces and signs at its end."""
@@ -29,9 +23,6 @@ TITLE_PASSAGES = 256
 
 QUERY_CHARACTERS = 20_000
 """Characters of a question that are embedded; embedding models read some 500 tokens, but tokenise the whole text."""
-
-CANDIDATES, MOST_CANDIDATES = 4, 64
-"""Passages that are reranked for each that is wanted, and at most, unless more are wanted."""
 
 SEARCHES = 3
 """Most searches for a question while documents change; after the last, what was forgotten is left out."""
@@ -45,10 +36,6 @@ class RetrievedPassage:
     title: str | None  # the Markdown heading that it stands under; None if its document has no heading up to its end
     text: str
     score: float  # cosine similarity to the question, at most 1
-
-
-Retrieved = tuple[list[RetrievedPassage], "Reranking | None"]
-"""Passages, best first, and what reranking them reused; None if nothing was reranked."""
 
 
 class Retriever:
@@ -73,39 +60,18 @@ class Retriever:
             self._index = PassageIndex.load(self._folder, self._index.embedder)
         return self._index
 
-    def embed_questions(self, questions: Sequence[str]) -> NDArray[np.float32]:
-        """Return `[N, D]` vectors of length 1: those of all questions' windows."""
-        with self._embedding:
-            return np.concatenate(self._embed.windows([question[:QUERY_CHARACTERS] for question in questions]))
-
     def retrieve(self, question: str, count: int, *, after: str | None = None) -> list[RetrievedPassage]:
         """Return the `count` passages nearest to a question, best first.
 
         A follow-up such as "and for how long?" may not say what it is about. So the search uses both the question and
         the question after the earlier one, `after`; a passage counts by the nearer of the two.
         """
-        return self.retrieve_reranked(None, question, count, after=after)[0]
-
-    def retrieve_reranked(
-        self, engine: FusionEngine | None, question: str, count: int, *, after: str | None = None
-    ) -> Retrieved:
-        """Return the best of several times as many nearest passages, by `FusionEngine.rerank`, and what that reused.
-
-        Without an engine, or without words in the question, the passages are the nearest. After an earlier question,
-        both questions together order them.
-        """
         queries = [question] if after is None else [question, f"{after} {question}"]
-        vectors = self.embed_questions(queries)
-        engine = engine if question.strip() else None
-        fetched = count if engine is None else max(count, min(CANDIDATES * count, MOST_CANDIDATES))
-        reranking: Reranking | None = None
+        with self._embedding:
+            vectors = np.concatenate(self._embed.windows([query[:QUERY_CHARACTERS] for query in queries]))
         for _ in range(SEARCHES):
             index = self.index
-            found, passages = index.search(vectors, fetched), index.passages
-            if engine is not None:
-                texts, scores = [passages[row].text for row, _ in found], [score for _, score in found]
-                reranking = engine.rerank(queries[-1], texts, count, retrieved=scores)
-                found = [found[place] for place in reranking.order]
+            found, passages = index.search(vectors, count), index.passages
             self._log.note(passages[row].text for row, _ in found)
             if self.index is index:
                 break
@@ -117,7 +83,7 @@ class Retriever:
         return [
             RetrievedPassage(passages[row].source, _title(passages, row), passages[row].text, score)
             for row, score in found
-        ], reranking
+        ]
 
     def short_names(self, passages: Iterable[IndexedPassage | RetrievedPassage]) -> list[str]:
         """Return the name of each passage's document for people: without the folder that the library's files share."""

@@ -11,12 +11,11 @@ from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.pipeline import answer_room
-from qcfuse_rag.fusion.rerank import Reranking
 from qcfuse_rag.generation.decoding import Generation, TextStream
 from qcfuse_rag.generation.response_format import Delta, ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
-from qcfuse_rag.library.retriever import Retrieved, RetrievedPassage, Retriever
+from qcfuse_rag.library.retriever import RetrievedPassage, Retriever
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_html
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import Message
@@ -26,7 +25,7 @@ from qcfuse_rag.prompts.template import Message
 class LibraryAnswer:
     """An answer over a library: the retrieved passages, best first, with short names, and the stream of its text.
 
-    `documents` has each passage once for every document that has it; `reranking` is None if nothing was reranked.
+    `documents` has each passage once for every document that has it.
     """
 
     passages: list[RetrievedPassage]
@@ -36,7 +35,6 @@ class LibraryAnswer:
     prompt: Prompt
     stream: TextStream
     reader: ResponseReader
-    reranking: Reranking | None
 
     def pieces(self) -> Iterator[Delta]:
         """Yield the answer's reasoning and text as they are written; only once."""
@@ -66,37 +64,32 @@ class LibraryAnswer:
             "finish_reason": generation.finish_reason,
             "decode_s": generation.decode_s,
             "healing": None if generation.healing is None else asdict(generation.healing),
-            "reranking": None if self.reranking is None else self.reranking.to_dict(),
             "report": generation.report.to_dict(),
         }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LibrarySession:
-    """An open library that answers questions; `count` passages are retrieved for each, or chosen by `rerank`."""
+    """An open library that answers questions; `count` passages are retrieved for each."""
 
     engine: FusionEngine
     retriever: Retriever
     count: int = 6
-    rerank: bool = False
     fidelity: Fidelity = "fast"
 
-    def retrieve(self, question: str, history: Sequence[Message] = ()) -> Retrieved:
+    def retrieve(self, question: str, history: Sequence[Message] = ()) -> list[RetrievedPassage]:
         """Retrieve passages for a question after earlier turns."""
         asked = [text for role, text in history if role == "user"]
-        return self.retriever.retrieve_reranked(
-            self.engine if self.rerank else None, question, self.count, after=asked[-1] if asked else None
-        )
+        return self.retriever.retrieve(question, self.count, after=asked[-1] if asked else None)
 
     def answer(
-        self, question: str, retrieved: Retrieved, *, history: Sequence[Message] = (), max_new_tokens: int
+        self, question: str, passages: list[RetrievedPassage], *, history: Sequence[Message] = (), max_new_tokens: int
     ) -> LibraryAnswer:
         """Prefill a question after earlier turns over retrieved passages; return the answer as a stream.
 
         Raises:
             PromptTooLong: if passages exceed the model's context window, or do with history and the whole answer.
         """
-        passages, reranking = retrieved
         prompt = self.engine.prompt(question, [passage.text for passage in passages], history)
         if history and answer_room(self.engine.lm, prompt, max_new_tokens) < max_new_tokens:
             raise PromptTooLong(f"the earlier turns leave no room for an answer of {max_new_tokens:,} tokens")
@@ -105,8 +98,7 @@ class LibrarySession:
         stream = self.engine.stream(prompt, text.sampling(params, tokenizer))
         reader = ResponseReader(tokenizer, text, prompt)
         names, documents = self.retriever.short_names(passages), self.retriever.with_copies(passages)
-        places = self.retriever.places(documents)
-        return LibraryAnswer(passages, documents, names, places, prompt, stream, reader, reranking)
+        return LibraryAnswer(passages, documents, names, self.retriever.places(documents), prompt, stream, reader)
 
     def write_page(self, answer: LibraryAnswer, path: Path) -> None:
         """Wait for an answer and write the page that explains it; only its owner can read the page."""

@@ -20,7 +20,7 @@ from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.layer_hooks import HookedPass
 from qcfuse_rag.runtime.model_views import decoder_view, model_view
-from qcfuse_rag.runtime.rows import BatchPlan, RowsPlan, StepPlan
+from qcfuse_rag.runtime.rows import RowsPlan, StepPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def model_inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any
 
 
 def planned_inputs(
-    ids: Tensor, positions: Tensor, cache: Cache, plan: RowsPlan | BatchPlan | StepPlan | TablePlan
+    ids: Tensor, positions: Tensor, cache: Cache, plan: RowsPlan | StepPlan | TablePlan
 ) -> dict[str, Any]:
     """Return the keyword arguments of a model call that computes `[B, R]` int64 ids at `[B, R]` int64 positions."""
     return {
@@ -94,18 +94,6 @@ def planned_inputs(
         "use_cache": True,
         "fusion": plan,
     }
-
-
-@torch.inference_mode()
-def forward_batch(lm: LanguageModel, ids: Tensor, plan: BatchPlan, *, last: int) -> Tensor:
-    """Compute the same `[R]` int64 ids as rows of several prompts; return `[B, last, vocabulary]` float32 logits.
-
-    They are those after the last so many rows. Keys and values of the rows are written to the prompts' buffers.
-    """
-    positions = torch.stack([rows.rows for rows in plan.plans])
-    inputs = planned_inputs(ids.expand(len(positions), -1), positions, plan.cache(), plan)
-    logits: Tensor = lm.fused_model(**inputs, logits_to_keep=last).logits
-    return logits.float()
 
 
 @torch.inference_mode()

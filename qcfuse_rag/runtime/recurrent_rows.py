@@ -25,7 +25,7 @@ from qcfuse_rag.models.recurrence import MixerCall, RecurrentLayer
 from qcfuse_rag.models.rope import decoder_of
 from qcfuse_rag.runtime.buffer import RowsLayer
 from qcfuse_rag.runtime.model_views import ModuleProxy, with_module
-from qcfuse_rag.runtime.rows import OwnBuffersLayer, StoredSequence
+from qcfuse_rag.runtime.rows import StepLayer, StoredSequence
 
 
 def recurrent_view(model: PreTrainedModel, layers: Mapping[int, RecurrentLayer]) -> PreTrainedModel:
@@ -55,7 +55,7 @@ class RecurrentRows(ModuleProxy):
         """Compute `[B, R, H]` hidden states of rows; over another cache than a buffer's, do as the model does."""
         call = MixerCall.of(args, kwargs)
         stored = None if call.cache is None else call.cache.layers[self._index]
-        if not isinstance(stored, RowsLayer | OwnBuffersLayer):
+        if not isinstance(stored, RowsLayer | StepLayer):
             return self.inner(*args, **kwargs)
         products = [self.inner.get_submodule(linear)(call.hidden) for linear in self._layer.projections]
         used = torch.cat([rows[..., kept] for rows, kept in zip(products, self._kept, strict=True)], -1)

@@ -264,66 +264,28 @@ class StepPlan:
 
     def cache(self) -> Cache:
         """Return a transformers cache that writes the step's rows to the buffers."""
-        places = [slice(position, position + 1) for position in self.positions]
-        return _own_buffers(self.buffers, places, max(self.positions) + 1)
+        return Cache(layers=[StepLayer(self, layer) for layer in range(len(self.buffers[0].keys))])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchPlan:
-    """Rows of several prompts that one pass computes: it reads the model's weights once for all of them.
-
-    Attributes:
-        plans: the rows of each prompt, equally many and each without gaps.
-        buffers: one for each prompt, with keys and values at every position before its rows.
-    """
-
-    plans: Sequence[RowsPlan]
-    buffers: Sequence[KVBuffer]
-
-    @property
-    def windows(self) -> Sequence[int | None] | None:
-        """Per layer the sliding window in tokens or None, for models that do not pass it to attention."""
-        return self.plans[0].windows
-
-    def cache(self) -> Cache:
-        """Return a transformers cache that writes each prompt's rows to its own buffer."""
-        longest = max(plan.length for plan in self.plans)
-        return _own_buffers(self.buffers, [plan.at for plan in self.plans], longest)
-
-
-def _own_buffers(buffers: Sequence[KVBuffer], places: Sequence[slice | Tensor], length: int) -> Cache:
-    capacity, layers = max(buffer.capacity for buffer in buffers), range(len(buffers[0].keys))
-    return Cache(layers=[OwnBuffersLayer(buffers, places, layer, length, capacity) for layer in layers])
-
-
-class OwnBuffersLayer(PlannedLayer):
+class StepLayer(PlannedLayer):
     """A cache layer that writes each request's fresh keys and values to its own buffer, where attention reads them."""
 
-    def __init__(
-        self,
-        buffers: Sequence[KVBuffer],
-        places: Sequence[slice | Tensor],
-        layer: int,
-        length: int,
-        capacity: int,
-    ) -> None:
-        super().__init__(length, capacity, latent=layer in buffers[0].latent)
-        self.buffers, self.places, self.layer = buffers, places, layer
+    def __init__(self, plan: StepPlan, layer: int) -> None:
+        length, capacity = max(plan.positions) + 1, max(buffer.capacity for buffer in plan.buffers)
+        super().__init__(length, capacity, latent=layer in plan.buffers[0].latent)
+        self.plan, self.layer = plan, layer
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write `[B, Hkv, R, D]` fresh keys and values to the buffers; return them unchanged."""
-        for index, (buffer, place) in enumerate(zip(self.buffers, self.places, strict=True)):
-            buffer.keys[self.layer][0, :, place] = keys[index]
-            buffer.values[self.layer][0, :, place] = values[index]
+        """Write `[B, Hkv, 1, D]` fresh keys and values to the buffers; return them unchanged."""
+        for index, (buffer, position) in enumerate(zip(self.plan.buffers, self.plan.positions, strict=True)):
+            buffer.keys[self.layer][0, :, position] = keys[index, :, 0]
+            buffer.values[self.layer][0, :, position] = values[index, :, 0]
         return keys, values
 
     def sequences(self) -> list[StoredSequence]:
         """Return the sequence of each request."""
-        return [
-            StoredSequence(buffer.keys[self.layer], buffer.values[self.layer], place, _stop(place), None, buffer.states)
-            for buffer, place in zip(self.buffers, self.places, strict=True)
-        ]
-
-
-def _stop(place: slice | Tensor) -> int:
-    return int(place.stop if isinstance(place, slice) else place[-1] + 1)
+        found = []
+        for buffer, position in zip(self.plan.buffers, self.plan.positions, strict=True):
+            keys, values, stop = buffer.keys[self.layer], buffer.values[self.layer], position + 1
+            found.append(StoredSequence(keys, values, slice(position, stop), stop, None, buffer.states))
+        return found

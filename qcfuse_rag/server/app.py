@@ -27,7 +27,6 @@ from qcfuse_rag.server.documents import document_routes
 from qcfuse_rag.server.embeddings import embedding_route
 from qcfuse_rag.server.playground import playground_routes
 from qcfuse_rag.server.protocol.failures import Failure, failure_of, unknown_model
-from qcfuse_rag.server.rerank import rerank_routes
 
 CORS: dict[str, Any] = {"allow_methods": ["GET", "POST", "DELETE"], "allow_headers": ["*"]}
 
@@ -64,7 +63,6 @@ def make_app(
         *document_routes(library, bodies),
         *answer_routes(backend, bodies),
         embedding_route(library, bodies),
-        *rerank_routes(backend, bodies),
         *(playground_routes() if playground else []),
     ]
     return Starlette(

@@ -16,7 +16,6 @@ from qcfuse_rag.engine.scheduler import AnswerRequest, EngineHandle, RequestHand
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.report import WINDOW_ENDS, FusionReport, describe_limit
-from qcfuse_rag.fusion.rerank import Reranking
 from qcfuse_rag.generation.decoding import Generation
 from qcfuse_rag.generation.response_format import Delta, ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling_params import Fidelity, SamplingParams
@@ -51,10 +50,6 @@ class Backend(Protocol):
     def name(self) -> str:
         """The model's name for clients."""
 
-    @property
-    def engine(self) -> FusionEngine | None:
-        """The engine; None if there is none in this process."""
-
     def ready(self) -> str | None:
         """Return None if the backend can answer, else the reason why not."""
 
@@ -69,7 +64,6 @@ class Preparation:
     texts: list[str] | None = None  # None to find passages in the messages
     sources: list[str] = field(default_factory=list)  # one for each text
     retrieved: list[dict[str, Any]] | None = None  # what the server retrieved, for the client; None if it did not
-    reranking: Reranking | None = None  # how it chose that from more; None if it did not
     origins: dict[str, PassageOrigin] = field(default_factory=dict)  # of each retrieved text, for an explanation
     response_format: ResponseFormat | None = None  # None if answers are text as it was decoded
     generation: int | None = None  # see `IdleWarming.add`
@@ -104,11 +98,6 @@ class EngineBackend:
         self._max_requests, self._running = max_requests, 0
         self._library, self._retrieve, self._idle_warming = library, retrieve, idle_warming
         self._preparers = ThreadPoolExecutor(MAX_PREPARING, thread_name_prefix="qcfuse-prepare")
-
-    @property
-    def engine(self) -> FusionEngine:
-        """The engine, for what needs no scheduler."""
-        return self._handle.engine
 
     def ready(self) -> str | None:
         """Return why no request can be answered, or None. Store errors do not count: see `qcfuse store`."""
@@ -197,11 +186,10 @@ class EngineBackend:
             unknown = _unknown_passages(request, first.prompt, report, passages)
             # In a thread, because a long prompt may have thousands of parts.
             self._idle_warming.add(await asyncio.to_thread(list, unknown), passages.generation)
-        reranking = {} if passages.reranking is None else {"reranking": passages.reranking.to_dict()}
         return replace(
             last,
             usage=total_usage(generations, request.answer_count),
-            report={**report.to_dict(), "verified_upto": generations[0].verified_upto, **reranking},
+            report={**report.to_dict(), "verified_upto": generations[0].verified_upto},
             explanation=await self._explain(first, report, passages) if request.explain else None,
         )
 
@@ -238,7 +226,7 @@ class EngineBackend:
             raise QCFuseError(
                 "this server does not retrieve: send passages in `documents`, or serve a library, without Ray"
             )
-        found, passages.reranking = self._library.retrieve_for(*request.questions)
+        found = self._library.retrieve_for(*request.questions)
         passages.texts = [passage.text for passage in found]
         passages.sources = [passage.source for passage in found]
         passages.retrieved = [

@@ -239,8 +239,6 @@ class Ingress:
 class DeploymentBackend:
     """Answers with the replica that Ray Serve's router chooses."""
 
-    engine = None
-
     def __init__(self, name: str, engines: DeploymentHandle) -> None:
         self.name, self._engines = name, engines.options(stream=True)
 

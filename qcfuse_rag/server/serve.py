@@ -47,9 +47,9 @@ class LibraryServer:
         handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=self._max_requests))
         library = None
         if opened is not None:
-            around, count = library_of(folder), settings.top_k
-            options = {"rerank": settings.rerank, "editable": settings.editable}
-            library = ServedLibrary(opened, engine, count=count, **options, changing=partial(job_lock, around))
+            around, count, editable = library_of(folder), settings.top_k, settings.editable
+            changing = partial(job_lock, around)
+            library = ServedLibrary(opened, engine, count=count, editable=editable, changing=changing)
             library.forget_listeners.append(partial(forget_source, around))
         backend = EngineBackend(
             handle,

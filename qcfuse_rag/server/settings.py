@@ -36,7 +36,6 @@ class ServerSettings:
         top_k: Number of passages to retrieve from the library.
         embedder: sentence-transformers id or folder that the passages are embedded with; all-MiniLM-L6-v2 by default.
         retrieve: Retrieve from the library also for requests that have no documents.
-        rerank: Retrieve four times as many passages, and let the model choose by their caches; experimental.
         editable: Let clients add and remove documents of the library.
         keep: Warm passages of clients that the store lacked, while no request waits.
         no_playground: Serve no page for browsers at /.
@@ -53,7 +52,6 @@ class ServerSettings:
     top_k: Annotated[int, Ge(0)] = 6
     embedder: str | None = None
     retrieve: bool = False
-    rerank: bool = False
     editable: bool = False
     keep: bool = False
     no_playground: bool = False

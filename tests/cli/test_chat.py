@@ -19,7 +19,7 @@ import pytest
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.cli.ask import Conversation, _obey
 from qcfuse_rag.errors import PromptTooLong
-from qcfuse_rag.library.retriever import Retrieved
+from qcfuse_rag.library.retriever import RetrievedPassage
 from qcfuse_rag.library.session import LibraryAnswer
 from qcfuse_rag.prompts.template import Message
 from tests.support.cli import Run
@@ -52,12 +52,6 @@ def test_each_answer_names_its_sources_and_the_model_is_loaded_once(say, monkeyp
     assert len(out.splitlines()) >= 2
 
 
-def test_each_answer_says_what_reranking_reused(say) -> None:  # type: ignore[no-untyped-def]
-    code, _, err = say("Who keeps the paint?", "And when?", options=("--max-new-tokens", 3, "--rerank"))
-    assert code == 0
-    assert len(re.findall(r"reranked: (\d+) of \1 passages reused", err)) == 2
-
-
 def test_explain_writes_the_page_of_the_last_answer_and_names_it(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     page = tmp_path / "last page.html"
     page.touch(mode=0o644)
@@ -76,12 +70,14 @@ def test_explain_writes_the_page_of_the_last_answer_and_names_it(say, tmp_path: 
 def test_a_question_that_never_fits_is_retrieved_for_once_and_leaves_the_conversation_as_it_was() -> None:
     retrieved_after, answered_after = list[list[Message]](), list[list[Message]]()
 
-    def retrieve(question: str, history: list[Message]) -> Retrieved:
+    def retrieve(question: str, history: list[Message]) -> list[RetrievedPassage]:
         retrieved_after.append(list(history))
-        return [], None
+        return []
 
-    def answer(question: str, retrieved: Retrieved, *, history: list[Message], **_: object) -> LibraryAnswer:
-        assert retrieved == ([], None)
+    def answer(
+        question: str, passages: list[RetrievedPassage], *, history: list[Message], **_: object
+    ) -> LibraryAnswer:
+        assert passages == []
         answered_after.append(list(history))
         raise PromptTooLong(f"{question} exceeds the context window")
 

@@ -33,19 +33,6 @@ from tests.support.passages import PASSAGES
 PICTURE = str(Path(__file__).parents[2] / "docs" / "guide" / "playground.png")
 
 
-def test_a_question_is_answered_from_the_best_of_more_passages(
-    run: Run, documents: Path, model_folder: str, tmp_path: Path
-) -> None:
-    options = ("--store", tmp_path / "store", "--model", model_folder, "--device", "cpu")
-    run.json("warm", "run", documents, *options)
-    asking = ("ask", "Who keeps the paint?", *options, "--top-k", 1, "--max-new-tokens", 1)
-    answer = run.json(*asking, "--rerank")
-    assert (answer["reranking"]["passages"], answer["reranking"]["reused"]) == (3, 3)
-    assert len(answer["documents"]) == 1
-    assert "reranked: 3 of 3 passages reused" in " ".join(run(*asking, "--rerank")[2].split())
-    assert run.json(*asking)["reranking"] is None
-
-
 def test_warm_then_ask(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
     store = tmp_path / "store"
     options = ("--store", store, "--model", model_folder, "--device", "cpu")

@@ -102,39 +102,3 @@ def test_what_cannot_be_is_refused(run: Run, model_folder: str, wrong: tuple[str
     code, _, error = run("verify", "--model", model_folder, *wrong)
     assert code in (1, 2)
     assert "Traceback" not in error
-
-
-@pytest.mark.parametrize(
-    ("given", "refused"),
-    [
-        (("--embedder", "any"), "--embedder has no effect without --rerank"),
-        (("--rerank", "q", "--ratio", 0.1, "--quick"), "--ratio, --quick has no effect with --rerank"),
-        (("--rerank", "q", "--size", 4, "--tokens", 512), "--size, --tokens has no effect with --rerank"),
-        (("--rerank", "q", "--kl", 1, "--agreement", 1, "--loss", 1), "--kl, --agreement, --loss has no effect"),
-        (("--rerank", "q", "--embedder", "any"), "q has to be lines of questions"),
-    ],
-)
-def test_options_without_effect_are_refused(run: Run, given: tuple[object, ...], refused: str) -> None:
-    code, _, error = run("verify", "--model", "no/such-model", *given)
-    assert (code, refused in " ".join(error.split())) == (1, True)
-
-
-def test_reranking_is_compared_with_the_retriever_on_questions_of_the_user(
-    run: Run, model_folder: str, documents: Path, tmp_path: Path
-) -> None:
-    store, path = tmp_path / "s", tmp_path / "questions.jsonl"
-    run.json("warm", "run", documents, "--store", store, "--model", model_folder)
-    path.write_text('{"question": "Who keeps the key?", "answer": "nobody else has a key"}\n')
-    asking = ("verify", "--rerank", path, "--store", store, "--model", model_folder)
-    code, out, _ = run(*asking, "--json")
-    found = json.loads(out)
-    assert (found["questions"], found["found"], found["passed"]) == (1, 1, code == 0)
-    code, out, _ = run(*asking)
-    assert (code == 0) is found["passed"]
-    assert out.splitlines()[0] == "1 of 1 questions have a right passage among the nearest 40"
-    assert " ".join(out.splitlines()[1:]) == found["verdict"]
-    assert not (store / "kv" / "verdicts").exists(), "the method is not verified by this"
-    code, _, err = run("verify", "--rerank", path)
-    assert (code, "needs a library" in err) == (1, True)
-    code, _, err = run("verify", "--rerank", path, "--store", tmp_path / "misspelt")
-    assert (code, "no store in" in err, (tmp_path / "misspelt").exists()) == (1, True, False)

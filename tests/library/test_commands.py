@@ -169,8 +169,7 @@ def test_settings_that_cannot_be_read_are_one_clear_error(run: Run, library: Pat
 def test_an_answer_in_json_names_its_documents_once_with_their_scores(run: Run, library: Path) -> None:
     answered = run.json("ask", "Who keeps the paint?", "--store", library, *QUICK)
     assert set(answered) == {
-        *("question", "answer", "reasoning", "documents", "tokens", "finish_reason", "decode_s", "healing"),
-        *("reranking", "report"),
+        *("question", "answer", "reasoning", "documents", "tokens", "finish_reason", "decode_s", "healing", "report"),
     }
     [document] = answered["documents"]
     assert set(document) == {"source", "title", "text", "score"}

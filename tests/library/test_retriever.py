@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from qcfuse_rag.fusion.rerank import Reranking
 from qcfuse_rag.library.embedder import Embedder
 from qcfuse_rag.library.index import (
     DEFAULT_EMBEDDER,
@@ -128,61 +127,18 @@ def test_all_copies_are_found_in_one_pass_over_the_index(found: Retriever, monke
     assert len(passes) == 2
 
 
-@dataclass
-class FixedReranker:
-    """Stands in for an engine: the last passage is best."""
+def test_a_search_ends_while_documents_keep_changing(
+    found: Retriever, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, search = list(TEXTS), PassageIndex.search
 
-    asked: list[tuple[str, Sequence[str], Sequence[float]]] = field(default_factory=list)
-    forgets: Callable[[], object] = lambda: None
+    def search_and_forget(*arguments: Any) -> list[tuple[int, float]]:
+        rows = search(*arguments)
+        forget_passages(tmp_path / "passages", names.pop(0))
+        return rows
 
-    def rerank(self, question: str, texts: Sequence[str], count: int, *, retrieved: Sequence[float]) -> Reranking:
-        self.asked.append((question, texts, retrieved))
-        self.forgets()
-        return Reranking(scores=tuple(range(len(texts))), order=tuple(reversed(range(len(texts))))[:count])
-
-
-@pytest.mark.parametrize(("count", "fetched"), [(0, 0), (1, 4), (2, 4)])
-def test_more_passages_than_wanted_are_reranked(found: Retriever, count: int, fetched: int) -> None:
-    nearest, engine = found.retrieve(REMOTE, fetched), FixedReranker()
-    passages, reranking = found.retrieve_reranked(engine, REMOTE, count)  # type: ignore[arg-type]
-    assert passages == nearest[::-1][:count]
-    texts, scores = [passage.text for passage in nearest], [passage.score for passage in nearest]
-    assert engine.asked == [(REMOTE, texts, scores)]
-    assert reranking is not None
-
-
-def test_the_log_has_only_the_best(found: Retriever, tmp_path: Path) -> None:
-    found.retrieve_reranked(FixedReranker(), REMOTE, 1)  # type: ignore[arg-type]
-    assert sorted(RetrievalLog(tmp_path / "passages").counts(TEXTS.values())) == [0, 0, 0, 1]
-
-
-def test_passages_are_reranked_by_a_question_behind_the_earlier_one(found: Retriever) -> None:
-    engine = FixedReranker()
-    for question in ("And why?", " "):
-        found.retrieve_reranked(engine, question, 1, after=REMOTE)  # type: ignore[arg-type]
-    assert [question for question, _, _ in engine.asked] == [f"{REMOTE} And why?"]
-
-
-def test_as_many_as_are_wanted_are_reranked_at_least(found: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qcfuse_rag.library.retriever.MOST_CANDIDATES", 2)
-    for count, expected in ((1, 2), (3, 3)):
-        engine = FixedReranker()
-        found.retrieve_reranked(engine, REMOTE, count)  # type: ignore[arg-type]
-        assert len(engine.asked[0][1]) == expected
-
-
-def test_what_is_forgotten_while_passages_are_reranked_is_not_found(found: Retriever, tmp_path: Path) -> None:
-    engine = FixedReranker(forgets=lambda: forget_passages(tmp_path / "passages", "harbour.md"))
-    passages, _ = found.retrieve_reranked(engine, REMOTE, 4)  # type: ignore[arg-type]
-    assert {passage.source for passage in passages} == TEXTS.keys() - {"harbour.md"}
-
-
-def test_a_search_ends_while_documents_keep_changing(found: Retriever, tmp_path: Path) -> None:
-    names = iter(TEXTS)
-    engine = FixedReranker(forgets=lambda: forget_passages(tmp_path / "passages", next(names)))
-    passages, _ = found.retrieve_reranked(engine, REMOTE, 4)  # type: ignore[arg-type]
-    assert [passage.source for passage in passages] == [*TEXTS][SEARCHES:]
-    assert len(engine.asked) == SEARCHES
+    monkeypatch.setattr(PassageIndex, "search", search_and_forget)
+    assert [passage.source for passage in found.retrieve(REMOTE, 4)] == names == [*TEXTS][SEARCHES:]
 
 
 @pytest.mark.parametrize("when", ["embedded", "searched", "noted"])

@@ -11,10 +11,10 @@ from qcfuse_rag import LanguageModel
 from qcfuse_rag.ingestion.prefill import prefill_chunk
 from qcfuse_rag.models.rope import KVShape
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.forward import forward_batch, forward_logits, forward_rows, forward_step
+from qcfuse_rag.runtime.forward import forward_rows, forward_step
 from qcfuse_rag.runtime.graphs.recorder import missing_kernels
 from qcfuse_rag.runtime.layer_hooks import HookedPass, LayerHook
-from qcfuse_rag.runtime.rows import BatchPlan, RowsPlan
+from qcfuse_rag.runtime.rows import RowsPlan
 from tests.support.families import LATENT, build_model
 from tests.support.references import error
 
@@ -51,20 +51,13 @@ def test_rows_attend_to_what_a_hook_has_changed(lm: LanguageModel) -> None:
 
 
 @torch.inference_mode()
-def test_requests_of_a_step_and_of_a_batch_are_those_computed_alone(lm: LanguageModel) -> None:
+def test_requests_of_a_step_are_those_computed_alone(lm: LanguageModel) -> None:
     """Of other lengths: each row sees the keys of its own buffer, up to itself."""
     lengths = (40, 17)
-    alone = [prefilled(lm, IDS[:length], length + 3) for length in lengths]
-    together = [prefilled(lm, IDS[:length], length + 3) for length in lengths]
-    plans = [RowsPlan.between(length, length + 2, lm.device, lm.sliding) for length in lengths]
-    ids = torch.tensor([7, 9])
-    expected = [forward_logits(lm, ids, plan, buffer) for plan, buffer in zip(plans, alone, strict=True)]
-    assert error(forward_batch(lm, ids, BatchPlan(plans, together), last=2), torch.stack(expected)) <= 1e-4
-    steps = [forward_step(lm, [3], [length + 2], [buffer])[0] for length, buffer in zip(lengths, alone, strict=True)]
-    found = forward_step(lm, [3, 3], [length + 2 for length in lengths], together)
-    assert error(found, torch.stack(steps)) <= 1e-4
-    for length, step in zip(lengths, steps, strict=True):
-        assert error(step, lm.model(torch.cat([IDS[:length], ids, torch.tensor([3])])[None]).logits[0, -1]) <= 1e-4
+    buffers = [prefilled(lm, IDS[:length], length + 1) for length in lengths]
+    found = forward_step(lm, [3, 3], lengths, buffers)
+    for length, step in zip(lengths, found, strict=True):
+        assert error(step, lm.model(torch.cat([IDS[:length], torch.tensor([3])])[None]).logits[0, -1]) <= 1e-4
 
 
 def test_what_is_stored_are_latents_and_the_keys_that_heads_share(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -15,9 +15,9 @@ from qcfuse_rag.ingestion.prefill import prefill_chunk
 from qcfuse_rag.methods.common import DeviationProbe
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.forward import forward_batch, forward_logits, forward_rows, forward_step
+from qcfuse_rag.runtime.forward import forward_logits, forward_rows, forward_step
 from qcfuse_rag.runtime.recurrent_rows import RecurrentRows
-from qcfuse_rag.runtime.rows import BatchPlan, RowsPlan
+from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.key import FRAMED
 from qcfuse_rag.store.quantization import STORE_FORMATS
 from tests.support.engines import make_warmed_engine
@@ -172,15 +172,6 @@ def test_a_request_goes_on_alone_after_steps_with_others(lm: LanguageModel) -> N
         for index, row in zip(batch, logits, strict=True):
             texts[index].append(50)
             assert error(row, expected(lm, torch.tensor(texts[index]))[-1]) <= TOLERANCE
-
-
-def test_the_same_rows_of_several_prompts_are_those_of_each_alone(lm: LanguageModel) -> None:
-    texts, asked = [IDS, IDS[:13] + 1], torch.arange(90, 95)
-    buffers = [computed(lm, text) for text in texts]
-    plans = [between(lm, len(text), len(text) + 5) for text in texts]
-    logits = forward_batch(lm, asked, BatchPlan(plans, buffers), last=5)
-    for text, rows in zip(texts, logits, strict=True):
-        assert error(rows, expected(lm, torch.cat([text, asked]))[-5:]) <= TOLERANCE
 
 
 @pytest.fixture

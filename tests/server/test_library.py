@@ -91,21 +91,6 @@ async def test_what_is_retrieved_is_answered_from_and_named(
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-async def test_a_server_that_reranks_answers_from_the_best_of_more_and_says_so(
-    engine: FusionEngine, folder: Path
-) -> None:
-    library = ServedLibrary(Retriever.open(folder), engine, count=1, rerank=True)
-    async with serving(engine, library=library) as http:
-        body = (await ask(http, documents="library")).json()
-    near = Retriever.open(folder).retrieve(QUESTION, 3)
-    best = engine.rerank(QUESTION, [passage.text for passage in near], retrieved=[passage.score for passage in near])
-    assert [document["source"] for document in body["documents"]] == [near[best.order[0]].source]
-    reranking = body["fusion"]["reranking"]
-    assert (reranking["passages"], reranking["reused"], reranking["rows"]) == (3, 3, best.rows)
-    async with serving(engine, library=ServedLibrary(Retriever.open(folder), engine)) as http:
-        assert "reranking" not in (await ask(http, documents="library")).json()["fusion"]
-
-
 async def test_a_stream_names_the_documents_first(http: httpx.AsyncClient) -> None:
     whole = (await ask(http, documents="library")).json()
     chunks = chunks_of(await ask(http, documents="library", stream=True))
@@ -490,7 +475,7 @@ async def test_servers_follow_what_others_change_in_the_library(
     listed = (await http.get("/v1/documents")).json()["data"]
     assert [document["source"] for document in listed] == ["hull.md", "mill.md", "new.md"]
     assert library.has(HARBOUR, "mill.md")
-    found, _ = library.retrieve_for(QUESTION, None)
+    found = library.retrieve_for(QUESTION, None)
     assert [passage.source for passage in found if passage.text == PASSAGES[0]] == ["new.md"]
     assert library.embed(["x"], lambda: False)[0].shape == (1, library.index.embeddings.shape[1])
     other.forget("new.md")
@@ -565,7 +550,7 @@ async def test_only_the_newest_wait_and_long_passages_are_left(
     assert [key in engine.store for key in keys] == [False] * 4 + [True] * 2
 
 
-@pytest.mark.parametrize("option", ["--retrieve", "--rerank", "--editable"])
+@pytest.mark.parametrize("option", ["--retrieve", "--editable"])
 def test_a_store_without_passages_cannot_be_retrieved_from(
     run: Run, model_folder: str, tmp_path: Path, option: str
 ) -> None:

@@ -26,10 +26,9 @@ from transformers.masking_utils import sdpa_mask
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.models.compatibility import shared_layer
 from qcfuse_rag.models.cpu_weights import WORTH, takes_at_most
-from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import explicit_attention, seen_keys
-from qcfuse_rag.runtime.rows import AttentionParams, BatchPlan, RowBlock, RowsPlan, StepPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowBlock, RowsPlan, StepPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
 ROWS_PER_BLOCK = 128
@@ -160,7 +159,7 @@ def rows_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    fusion: RowsPlan | BatchPlan | StepPlan | TablePlan | None = None,
+    fusion: RowsPlan | StepPlan | TablePlan | None = None,
     sliding_window: int | None = UNKNOWN_WINDOW,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -207,14 +206,6 @@ def rows_attention(
             fusion = fusion.last(query.shape[2])
     planned = None if fusion.windows is None else fusion.windows[layer]
     window = planned if sliding_window == UNKNOWN_WINDOW else sliding_window
-    if isinstance(fusion, BatchPlan):
-        options: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "s_aux": s_aux}
-        outputs = []
-        for index, (plan, buffer) in enumerate(zip(fusion.plans, fusion.buffers, strict=True)):
-            keys, values = _in_buffer(module, buffer, layer, 0, plan.length)
-            own = query[index : index + 1]
-            outputs.append(rows_attention(module, own, keys, values, None, scaling, fusion=plan, **options)[0])
-        return torch.cat(outputs), None
     params = AttentionParams(scaling, softcap, window, s_aux)
     if isinstance(fusion, StepPlan):
         return _step_attention(module, query, fusion, layer, params), None
@@ -248,21 +239,17 @@ def _is_plain(params: AttentionParams) -> bool:
     return params.softcap is None and params.sinks is None
 
 
-def _in_buffer(module: nn.Module, buffer: KVBuffer, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return the `[1, Hkv, T, D]` keys and values of some positions; latent attention expands what the buffer holds."""
-    keys, values = (side[layer][:, :, start:stop] for side in (buffer.keys, buffer.values))
-    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(module, "expand_kv", None)
-    return (keys, values) if expand is None else expand(values, keys)
-
-
 def _step_attention(module: nn.Module, query: Tensor, plan: StepPlan, layer: int, params: AttentionParams) -> Tensor:
     """Attend with one row of each request to the keys in its buffer; return `[B, 1, Hq, Dv]`."""
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(module, "expand_kv", None)
     outputs = []
     for index, (buffer, position) in enumerate(zip(plan.buffers, plan.positions, strict=True)):
         stop = position + 1
         start = 0 if params.window is None else max(0, stop - params.window)
         row_query = query[index : index + 1]
-        key, value = _in_buffer(module, buffer, layer, start, stop)
+        key, value = (side[layer][:, :, start:stop] for side in (buffer.keys, buffer.values))
+        if expand is not None:  # a buffer of latents
+            key, value = expand(value, key)
         block = RowBlock(0, 1, start, stop, mask=None, causal=False)
         if not _is_plain(params):
             out = explicit_attention(row_query, key, value, None, params)

@@ -5,7 +5,6 @@ from llama_index.llms.qcfuse.events import FusionEndEvent
 from llama_index.llms.qcfuse.garbage_collect import forget_missing
 from llama_index.llms.qcfuse.postprocessor import QCFusePostprocessor
 from llama_index.llms.qcfuse.readers import read_index
-from llama_index.llms.qcfuse.rerank import QCFuseRerank
 from llama_index.llms.qcfuse.synthesizer import QCFuseSynthesizer
 from llama_index.llms.qcfuse.vector_store import QCFuseVectorStore
 from llama_index.llms.qcfuse.warmup import QCFuseWarmup
@@ -14,7 +13,6 @@ __all__ = [
     "FusionEndEvent",
     "QCFuseLLM",
     "QCFusePostprocessor",
-    "QCFuseRerank",
     "QCFuseSynthesizer",
     "QCFuseVectorStore",
     "QCFuseWarmup",
