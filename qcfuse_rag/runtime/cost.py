@@ -98,18 +98,23 @@ class Costs:
             return 0.0
         return max(fixed_s, computing_s) if self.overlaps else fixed_s + computing_s
 
+    def keys_of_rows(self, estimate: PrefillEstimate) -> float:
+        """Return how many keys a pass computes for each row in the mean: some rows' on a CPU also those behind them."""
+        halved = self.overlaps or estimate.rows == estimate.prompt_tokens
+        return estimate.held_tokens + estimate.prompt_tokens / (2 if halved else 1)
+
     def fused_s(self, estimate: PrefillEstimate) -> float:
         """Predict the seconds of a fused prefill.
 
-        The probe's rows see the whole prompt. Recomputed rows are spread over it, and see half of it. What the nearest
-        tier does not have is copied there first.
+        The probe's rows see the whole prompt. Recomputed rows are spread over it, and see half of it; a CPU computes
+        the other half too. What the nearest tier does not have is copied there first.
         """
         near_load_s = self.load_s if self.near_load_s is None else self.near_load_s
         copy_s = (estimate.stored_tokens - estimate.near_tokens) * (self.load_s - near_load_s)
         load_s = estimate.stored_tokens * near_load_s
         held, tokens = estimate.held_tokens, estimate.prompt_tokens
         probe_s = self.partial_pass_s(estimate.probe_rows, held + tokens, estimate.probe_share, held + tokens)
-        rows_s = self.partial_pass_s(estimate.rows, held + tokens / 2, length=held + tokens)
+        rows_s = self.partial_pass_s(estimate.rows, self.keys_of_rows(estimate), length=held + tokens)
         if not self.overlaps:
             return copy_s + load_s + probe_s + rows_s
         return copy_s + (max(load_s, probe_s) + rows_s if probe_s else max(load_s, rows_s))

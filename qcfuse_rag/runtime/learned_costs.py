@@ -136,10 +136,10 @@ class LearnedCosts:
     ) -> None:
         """Learn from the stages of a prefill whose work was as estimated; its rows were computed in so many passes."""
         length, near = estimate.held_tokens + estimate.prompt_tokens, estimate.near_tokens
-        far, middle = estimate.stored_tokens - near, length - estimate.prompt_tokens / 2
+        far, seen = estimate.stored_tokens - near, Costs(0, 0, overlaps=overlaps(self._lm)).keys_of_rows(estimate)
         probe = (estimate.probe_rows, 1, length, probe_s / estimate.probe_share)
         with self._lock:
-            for all_rows, count, keys, seconds in (probe, (estimate.rows, parts, middle, recompute_s)):
+            for all_rows, count, keys, seconds in (probe, (estimate.rows, parts, seen, recompute_s)):
                 if all_rows and (all_rows == length or all_rows > self._passes.most_rows):  # others are recorded
                     sample = self.observe_pass(all_rows / count, keys, seconds / count, length - all_rows)
                     self._recent.append(sample)

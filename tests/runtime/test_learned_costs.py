@@ -64,7 +64,7 @@ class Machine:
         stages = {
             "load_s": self.took(load_s),
             "probe_s": self.took(self.true.partial_pass_s(asked.probe_rows, length)),
-            "recompute_s": self.took(self.true.partial_pass_s(asked.rows, asked.held_tokens + asked.prompt_tokens / 2)),
+            "recompute_s": self.took(self.true.partial_pass_s(asked.rows, self.true.keys_of_rows(asked))),
         }
         learned.observe_prefill(asked, **stages)
         for step in range(5):
