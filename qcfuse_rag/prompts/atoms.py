@@ -30,6 +30,9 @@ REWRITTEN = {
 }
 """What clients replace although NFKC does not."""
 
+TELLING = 0.1
+"""The largest share of a text's characters that may be kept, such as quotes and ligatures."""
+
 Rewriting = tuple[int, int, str]
 """A range `start <= c < stop` of a text as written, and what it is read as."""
 Undo = tuple[int, int, int, str]
@@ -102,7 +105,9 @@ class Atoms:
         return [self.folded[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
 
     def undo(self) -> list[Undo]:
-        """Return how to write the folded text as it was."""
+        """Return how to write the folded text as it was; nothing if that would tell much of the text."""
+        if len(self.rewritings) > TELLING * len(self.folded):
+            return []
         ends, undo, shift = [stop for _, stop in self.spans], list[Undo](), 0
         for start, stop, read in self.rewritings:
             place = start + shift

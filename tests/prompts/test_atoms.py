@@ -23,6 +23,8 @@ def test_atoms_are_written_again_as_they_were(text: str) -> None:
     atoms = Atoms.of(text)
     *gaps, end = atoms.gaps()
     undo = atoms.undo()
+    if atoms.rewritings and not undo:
+        return  # it would tell too much, see below
     last = [how for how in undo if how[0] == len(atoms)]
     assert written_again(atoms.words, gaps, undo, 0) + written_again([""], [end], last, len(atoms)) == text
 
@@ -67,6 +69,12 @@ def test_spellings_of_one_text_have_the_same_atoms(left: str, right: str) -> Non
 )
 def test_scripts_without_spaces_are_read_by_characters(text: str, words: list[str]) -> None:
     assert Atoms.of(text).words == words
+
+
+def test_little_of_a_text_is_kept() -> None:
+    """Of a text in wide letters all would be."""
+    assert Atoms.of("\uff34\uff48\uff45 mill").undo() == []
+    assert len(Atoms.of("The old mill, \u201cbelow\u201d the bridge").undo()) == 2
 
 
 def test_other_texts_are_other_atoms() -> None:
