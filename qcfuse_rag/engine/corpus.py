@@ -125,7 +125,8 @@ class Corpus:
         owned = {source: keys for source, keys in keys_by_source.items() if source is not None}
         owned_keys = {key for keys in owned.values() for key in keys} - unowned_keys
 
-        self._tell_other_wordings(chunks, bases)
+        with suppress(StoreError):  # the manifest cannot be read
+            self._tell_other_wordings(chunks)
         # Before the job: it may be killed, and access tags decide what an entry may be derived from.
         for source, tag in (given.access or {}).items():
             self.open_sources().restrict(source, tag)
@@ -155,9 +156,10 @@ class Corpus:
         self._store.flush()  # last: if a remote cannot be reached, the chunks on the disk are in use all the same
         return summary
 
-    def _tell_other_wordings(self, chunks: Sequence[tuple[int, ...]], bases: Sequence[Base]) -> None:
+    def _tell_other_wordings(self, chunks: Sequence[tuple[int, ...]]) -> None:
         """Say how many passages are stored under another wording alone, whose caches are behind another text."""
-        counts = self.open_sources().other_wordings(self.keys(ids, bases) for ids in dict.fromkeys(chunks) if ids)
+        keys = [self.keys(ids, BASES.values()) for ids in dict.fromkeys(chunks) if ids]
+        counts = self.open_sources().other_wordings(keys)
         default = PromptBuilder(self._lm.tokenizer, PromptTemplate(), shared=self._prompts)
         known = {wording_of(base.key(self._lm.fingerprint, default.prefix_ids, ())) for base in BASES.values()}
         others = sorted(((count, wording in known) for wording, count in counts.items()), reverse=True)

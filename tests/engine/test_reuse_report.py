@@ -9,7 +9,7 @@ import pytest
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method
 from qcfuse_rag.fusion.report import PROMPTS
-from qcfuse_rag.store.key import FRAMED
+from qcfuse_rag.store.key import BLIND, FRAMED
 from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -103,6 +103,10 @@ def test_passages_that_are_stored_under_another_wording_are_told(
         PASSAGES[:2], sources=["a", "b"], bases=[FRAMED]
     )
     again = make_engine(llama, store, template=wording("Be brief."))
+    again.warm(PASSAGES[2:], sources=["c"], bases=[BLIND])
+    assert not caplog.records
+    again.warm(PASSAGES[2:], sources=["c"], bases=[FRAMED])
+    assert not caplog.records, "another base is no other wording"
     for texts, count in ((PASSAGES, 2), (PASSAGES, 0)):
         caplog.clear()
         again.warm(texts, sources=["a", "b", "c"], bases=[FRAMED])
