@@ -7,6 +7,7 @@ once: the first entry of its plan. Only if that is gone or damaged, the next one
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fusion.method import Method
@@ -103,8 +104,8 @@ class LookupPlan:
             selected_tokens=selected_tokens,
             probe_rows=prompt_tokens - passage_tokens - prefix_tokens if has_probe else 0,
             probe_share=depth / self.lm.n_layers,
-            passages=len(passages),
-            absent=sum(not lookup.stored for lookup in passages),
+            passages=len({lookup.span.segment.ids_hash for lookup in passages}),
+            absent=len({lookup.span.segment.ids_hash for lookup in passages if not lookup.stored}),
             near_tokens=sum(len(lookup.span) for lookup in stored if lookup.near),
             held_tokens=self.start,
         )
@@ -164,7 +165,7 @@ def plan_lookups(
     asked for an entry that is read in any case.
     """
     nearest = store.tiers[0] if len(store.tiers) > 1 else None
-    lookups: list[PlannedLookup] = []
+    lookups, contains = list[PlannedLookup](), cache(store.__contains__)  # parts of one chunk have one entry
     for span in prompt.spans:
         bases = {Role.SYSTEM_PREFIX: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
         if span.start < start or not method.bases or not bases:
@@ -177,7 +178,7 @@ def plan_lookups(
         lookup = PlannedLookup(span, ordered[0].base, (own,), stored=False, near=False)
         for index, candidate in enumerate(ordered):
             near = nearest is not None and store.address(candidate.key) in nearest
-            if near or not asks or candidate.key in store:
+            if near or not asks or contains(candidate.key):
                 lookup = replace(lookup, candidates=tuple(ordered[index:]), stored=True, near=near or nearest is None)
                 break
         lookups.append(lookup)

@@ -17,14 +17,7 @@ from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.lookup import LookupPlan, Lookups, plan_lookups
 from qcfuse_rag.fusion.method import Method, PassStart
 from qcfuse_rag.fusion.prefix_cache import PrefixLease
-from qcfuse_rag.fusion.report import (
-    LONG_TEXT,
-    FusionReport,
-    Timings,
-    describe_limit,
-    describe_misses,
-    describe_unrecognised,
-)
+from qcfuse_rag.fusion.report import FusionReport, Timings, describe_limit, describe_misses
 from qcfuse_rag.fusion.selectors import Selection, check_selection, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.prompts.segments import Prompt
@@ -369,7 +362,6 @@ def _report(
 ) -> FusionReport:
     prompt, unstored, recomputed_tokens = fused.prompt, int((~fused.known).sum()), len(recomputed)
     stored = [span for span in prompt.chunks if bool(fused.known[span.start])]
-    unrecognised = prompt.long_text(LONG_TEXT, fused.prefix_tokens) if prompt.searched else 0
     return FusionReport(
         method=method.name,
         base=method.base.name if method.base else None,
@@ -385,12 +377,11 @@ def _report(
         lookups=tuple(fused.lookups),
         bytes_loaded=fused.bytes_loaded,
         timings=timings,
-        fallback=describe_misses(fused.lookups)
-        or (None if method.base is None else prompt.note or describe_unrecognised(unrecognised)),
+        fallback=describe_misses(fused.lookups) or (None if method.base is None else prompt.note),
         passages=len(prompt.passages),
         passages_reused=len({span.segment.ids_hash for span in stored}),
         stored_tokens=sum(map(len, stored)),
-        unrecognised_tokens=unrecognised,
+        unrecognised_tokens=0 if fused.prefix_tokens else prompt.unrecognised,
     )
 
 

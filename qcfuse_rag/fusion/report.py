@@ -99,7 +99,8 @@ class FusionReport:
         passages: passages that were given, or of which parts were recognised in the text.
         passages_reused: how many of these the store had.
         stored_tokens: how many of their tokens it had.
-        unrecognised_tokens: tokens of other long texts, if the prompt was searched for passages.
+        unrecognised_tokens: tokens of texts as long as passages in which none was found; not in a prompt that continues
+            an earlier one.
     """
 
     method: str
@@ -131,7 +132,9 @@ class FusionReport:
         passages = f"{self.passages_reused} of {self.passages} passages reused, {tokens}"
         parts = [passages if self.passages else "no passages"]
         parts += [f"{self.prefix_tokens:,} tokens continued"] if self.prefix_tokens else []
-        return "; ".join(filter(None, [", ".join(parts), self.fallback]))
+        return "; ".join(
+            filter(None, [", ".join(parts), self.fallback, describe_unrecognised(self.unrecognised_tokens)])
+        )
 
     @property
     def work(self) -> float:
@@ -169,8 +172,6 @@ def describe_misses(lookups: Sequence[Lookup]) -> str | None:
     return f"{counts[0]} of {counts[1]} passages computed in full: {'; '.join(reasons)}"
 
 
-LONG_TEXT = 800
-"""Fewest characters of a text that may have passages: frameworks' instructions have some 500."""
 PASSAGE = 256
 """Tokens of a usual passage."""
 
@@ -204,22 +205,25 @@ class ReuseMonitor:
 
     def note(self, report: FusionReport) -> None:
         """Look at a prompt with passages, or with text that may be some."""
-        if self._warned or not (report.passages or report.unrecognised_tokens):
+        asked_in_full = report.base is None and report.fallback is None
+        if asked_in_full or not (report.passages or report.unrecognised_tokens):
             return
         with self._lock:
             self._last.append(report)
             last = list(self._last)
         reused = sum(report.stored_tokens + report.prefix_tokens for report in last)
         tokens = sum(report.context_tokens + report.unrecognised_tokens for report in last)
-        if len(last) < PROMPTS or reused >= LITTLE * tokens:
+        if self._warned or len(last) < PROMPTS or reused >= LITTLE * tokens:
             return
         try:
             stored = self._stored_passages()
         except StoreError:
             return
-        if stored and not self._warned:
-            self._warned = True
-            reasons = Counter(report.fallback.split("; ")[0] for report in last if report.fallback)
+        with self._lock:
+            warned, self._warned = self._warned, self._warned or stored > 0
+        if stored and not warned:
+            told = (report.fallback or describe_unrecognised(report.unrecognised_tokens) for report in last)
+            reasons = Counter(reason.split("; ")[0] for reason in told if reason)
             reason, count = next(iter(reasons.most_common(1)), ("by the method", PROMPTS))
             LOG.warning(
                 "only %d %% of the last %d prompts was reused, although %d passages are stored; %d times: %s",

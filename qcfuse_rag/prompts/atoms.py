@@ -7,8 +7,10 @@ between atoms are whitespace, as such or escaped as `\n`. What clients rewrite i
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +22,11 @@ UNSPACED = "\u0e00-\u0eff\u0f00-\u109f\u1780-\u17ff\u3005-\u30ff\u31f0-\u31ff\u3
 """Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese, as ranges of a regular expression."""
 ATOM = re.compile(rf"[{UNSPACED}]|(?:(?<!\\)|(?![nrt]))[^\W{UNSPACED}]+|(?!\\[nrt])[^\w\s]")
 
-UNITS = re.compile("[\x00-\x7f]?[\u0300-\u036f]+|[^\x00-\x7f]|`|\\\\(?:u[0-9a-fA-F]{4}|[\"'/\\\\])")
+UNITS = re.compile(
+    "[\x00-\x7f]?[\u0300-\u036f]{1,30}|[^\x00-\x7f]|`"
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r"""|\\(?:u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|["'/\\])"""
+)
 """Matches what may be folded: a letter with its accents, one other character, or an escaped one."""
 REWRITTEN = {
     **dict.fromkeys("\u2018\u2019\u201a\u201b\u2032\u02bc`\u00b4", "'"),
@@ -29,9 +35,6 @@ REWRITTEN = {
     **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\ufeff", ""),
 }
 """What clients replace although NFKC does not."""
-
-TELLING = 0.1
-"""The largest share of a text's characters that may be kept, such as quotes and ligatures."""
 
 Rewriting = tuple[int, int, str]
 """A range `start <= c < stop` of a text as written, and what it is read as."""
@@ -42,7 +45,7 @@ before it; the offset there; the length of the part; and how it was written."""
 
 def _read_as(unit: str) -> str:
     if unit[0] == "\\":
-        unit = unit[1] if len(unit) == 2 else chr(int(unit[2:], 16))
+        unit = unit[1] if len(unit) == 2 else json.loads(f'"{unit}"')
     return REWRITTEN[unit] if unit in REWRITTEN else unicodedata.normalize("NFKC", unit)
 
 
@@ -105,14 +108,13 @@ class Atoms:
         return [self.folded[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
 
     def undo(self) -> list[Undo]:
-        """Return how to write the folded text as it was; nothing if that would tell much of the text."""
-        if len(self.rewritings) > TELLING * len(self.folded):
-            return []
+        """Return how to write the folded text as it was, but for letters and digits: these would tell of the text."""
         ends, undo, shift = [stop for _, stop in self.spans], list[Undo](), 0
         for start, stop, read in self.rewritings:
-            place = start + shift
-            atom = int(np.searchsorted(ends, place, side="right"))
-            undo.append((atom, place - (ends[atom - 1] if atom else 0), len(read), self.text[start:stop]))
+            place, written = start + shift, self.text[start:stop]
+            atom = bisect_right(ends, place)
+            if len(read) != 1 or not written.isalnum():
+                undo.append((atom, place - (ends[atom - 1] if atom else 0), len(read), written))
             shift += len(read) - (stop - start)
         return undo
 

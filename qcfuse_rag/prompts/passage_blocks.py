@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -55,8 +56,9 @@ class TokenisedText:
         ]
 
     def hashed(self, start: int, stop: int, seed: int) -> int:
-        """Return a 64-bit hash of some token ids."""
-        return xxhash.xxh3_64_intdigest(self.ids[start:stop].tobytes(), seed)
+        """Return a 64-bit hash of some token ids; others with the same hash cannot be constructed."""
+        key = seed.to_bytes(8)
+        return int.from_bytes(hashlib.blake2b(self.ids[start:stop].tobytes(), digest_size=8, key=key).digest())
 
     def anchors(self, seed: int) -> NDArray[np.uint32]:
         """Return the anchor at each atom that has enough atoms behind it; never 0."""

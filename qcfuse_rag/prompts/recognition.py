@@ -23,7 +23,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from qcfuse_rag.errors import InvalidTemplate, StoreError
 from qcfuse_rag.models.fingerprint import Fingerprint
-from qcfuse_rag.prompts.atoms import Atoms, written_again
+from qcfuse_rag.prompts.atoms import Atoms, Undo, written_again
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.chat_template import RenderedText
 from qcfuse_rag.prompts.passage_blocks import (
@@ -99,7 +99,7 @@ class AnchorTable:
         atoms = before[:-1] - np.repeat(before[np.cumsum([0, *counts[:-1]])], counts)
         order = np.argsort(anchors, kind="stable")
         order = order[np.searchsorted(anchors[order], 1) :]  # without blocks that have no anchor
-        places = np.searchsorted(self.anchors, anchors[order], side="right")
+        places = np.searchsorted(self.anchors, anchors[order])  # new ones first: old ones may be forgotten by now
         return AnchorTable(
             np.insert(self.anchors, places, anchors[order]),
             np.insert(self.passages, places, passages[order].astype(np.uint32)),
@@ -153,21 +153,23 @@ class RecognitionIndex:
         self._lock = threading.Lock()
         self._manifest: Manifest | None = None
         self._version: object = None
-        self._table = AnchorTable.empty()
+        self._table, self._read = AnchorTable.empty(), 0
 
     def add(self, passages: Iterable[tuple[str, ChunkKey, bool]]) -> None:
         """Recognise passages from now on: texts as in prompts, a key of each, and whether it needs a source."""
-        rows, lead, tail = list[PassageRow](), *self._around
+        table, rows, (lead, tail) = PassageRows(self._sources().manifest), list[PassageRow](), self._around
         for text, key, needs_source in passages:
+            if (name := self._sources().passage_id(key)) in table:
+                continue
             chunk = self._tokenised(self._prompts.template.format_chunk(text))
             first, last = len(Atoms.of(lead)), len(chunk.atoms) - len(Atoms.of(tail))
             if (blocks := blocks_of(chunk, first, last, self._seed)) is not None:
                 undo = [(atom - first, *how) for atom, *how in chunk.atoms.undo() if first <= atom < last]
                 written = zlib.compress(json.dumps(["\0".join(chunk.atoms.gaps()[first:last]), undo]).encode(), 9)
-                name = self._sources().passage_id(key)
                 ids = self._masked(name, bytes.fromhex(key.ids))
                 rows.append(PassageRow(name, self._owner, ids, blocks.to_bytes(), written, needs_source))
-        PassageRows(self._sources().manifest).add(rows)
+        if rows:
+            table.add(rows)
 
     def count(self) -> int:
         """Return how many passages can be recognised."""
@@ -191,7 +193,8 @@ class RecognitionIndex:
                 break
             if (blocks := PassageBlocks.from_bytes(row.blocks)) is not None:
                 alignment = Alignment(whole, blocks, begin, places, self._seed)
-                runs = alignment.runs(taken, partial(self._rewritten, row.gaps, int(blocks.ends[-1])))
+                unpack = cache(partial(_unpacked, row.gaps))
+                runs = alignment.runs(taken, partial(self._rewritten, unpack, int(blocks.ends[-1])))
                 found[self._masked(row.passage, row.ids).hex(), blocks.n_tokens] += runs
         return sorted(
             (
@@ -204,16 +207,16 @@ class RecognitionIndex:
         )
 
     def _rewritten(
-        self, written: bytes, atoms: int, first: int, words: Sequence[str]
+        self, unpack: Callable[[], tuple[list[str], list[Undo]]], atoms: int, first: int, words: Sequence[str]
     ) -> tuple[TokenisedText, int] | None:
         """Write atoms of a passage of so many as they were; see `alignment.Rewrite`."""
         (lead, tail), last = self._around, first + len(words)
         try:
-            gaps, undo = json.loads(zlib.decompress(written))
-            text = written_again(words, gaps.split("\0")[first:last], undo, first)
-        except (zlib.error, ValueError, TypeError, AttributeError):  # whoever writes to the folder may have changed it
+            gaps, undo = unpack()
+            text = written_again(words, gaps[first:last], undo, first)
+            chunk = self._tokenised((lead if first == 0 else "") + text + (tail if last == atoms else ""))
+        except (zlib.error, ValueError, TypeError, AttributeError, RecursionError):  # others may write to the folder
             return None
-        chunk = self._tokenised((lead if first == 0 else "") + text + (tail if last == atoms else ""))
         before = len(Atoms.of(lead)) if first == 0 else 0
         return (chunk, before) if chunk.atoms.words[before : before + len(words)] == words else None
 
@@ -252,11 +255,19 @@ class RecognitionIndex:
             if manifest is not self._manifest:
                 self._manifest, self._version, self._table = manifest, None, AnchorTable.empty()
             if (version := manifest.version()) != self._version:
+                if len(self._table.numbers) > 2 * self._read + MOST_ALIKE:  # some may be forgotten by now
+                    self._table, self._read = AnchorTable.empty(), 0
                 last = int(self._table.numbers[-1]) if len(self._table.numbers) else 0
                 if rows := PassageRows(manifest).blocks_since(self._owner, last):
                     self._table = self._table.extended(rows)
+                    self._read = self._read or len(rows)
                 self._version = version
             return self._table
+
+
+def _unpacked(written: bytes) -> tuple[list[str], list[Undo]]:
+    gaps, undo = json.loads(zlib.decompress(written))
+    return gaps.split("\0"), undo
 
 
 def _joined(runs: list[Run]) -> Iterator[Run]:
@@ -276,6 +287,9 @@ def _joined(runs: list[Run]) -> Iterator[Run]:
 UNSOUGHT = "no passages were looked for"
 """The beginning of a fallback where a text was not searched for passages; the reason follows a colon."""
 
+LONG_TEXT = 800
+"""Fewest characters of a text that may have passages: frameworks' instructions have some 500."""
+
 FindPassages = Callable[[str, Sequence[int], Offsets], list[StoredRun] | None]
 """Returns the parts of warmed passages in a text, see `RecognitionIndex.find`; may raise `StoreError`."""
 
@@ -293,8 +307,8 @@ def prompt_from_text(
         raise InvalidTemplate("finished text has no chat template; give messages, or omit chat_template_kwargs")
     builder = builder.with_kwargs(chat_template_kwargs)
     rendered = RenderedText(conversation) if isinstance(conversation, str) else builder.render(conversation, tools)
-    segments, note, searched = text_segments(builder, find, rendered, begin=finished)
-    return Prompt(tuple(segments), prefix_ids=builder.prefix_ids, joined=True, note=note, searched=searched)
+    segments, note, unrecognised = text_segments(builder, find, rendered, begin=finished)
+    return Prompt(tuple(segments), prefix_ids=builder.prefix_ids, joined=True, note=note, unrecognised=unrecognised)
 
 
 def prompt_among_turns(
@@ -309,30 +323,30 @@ def prompt_among_turns(
     """See `PromptBuilder.build`; warmed passages in other turns, of earlier questions and tools, are recognised."""
     if not history and not later:
         return builder.build(question, passages, tools=tools)
-    notes, searches = list[str | None](), list[bool]()
+    notes, counts = list[str | None](), list[int]()
 
     def split_text(rendered: RenderedText) -> list[Segment]:
-        segments, note, searched = text_segments(builder, find, rendered)
+        segments, note, unrecognised = text_segments(builder, find, rendered)
         notes.append(note)
-        searches.append(searched)
+        counts.append(unrecognised)
         return segments
 
     prompt = builder.build(question, passages, history, tools, later, split_text)
-    return replace(prompt, note=next(filter(None, notes), None), joined=True, searched=any(searches))
+    return replace(prompt, note=next(filter(None, notes), None), joined=True, unrecognised=sum(counts))
 
 
 def text_segments(
     builder: PromptBuilder, find: FindPassages, rendered: RenderedText, *, begin: bool = False
-) -> tuple[list[Segment], str | None, bool]:
+) -> tuple[list[Segment], str | None, int]:
     """Return the segments of a text, of which the last is not stored, and how it was searched for passages.
 
-    That is why it could not be searched, or None, and whether there was any passage to be found. `begin` puts the
-    tokenizer's start token in front.
+    That is why it could not be searched, or None, and the tokens of long texts in which none was found. `begin` puts
+    the tokenizer's start token in front.
     """
     text, note, runs = rendered.text, None, None
     ids, offsets = builder.tokens.encode_whole(rendered, begin=begin)  # refuses a text that is too long to be searched
     if not ids:  # `Prompt` refuses a prompt of nothing else with the reason
-        return [Segment(Role.TEXT, (), text)], None, False
+        return [Segment(Role.TEXT, (), text)], None, 0
     try:
         runs = find(text, ids, offsets)
     except StoreError as error:
@@ -350,4 +364,21 @@ def text_segments(
         if run.start < stop:
             segments.append(segment(Role.CHUNK, run.start, stop, run.part))
         end = stop
-    return [*segments, segment(Role.TEXT, end, len(ids))], note, runs is not None
+    segments.append(segment(Role.TEXT, end, len(ids)))
+    return segments, note, 0 if runs is None else _long_text(rendered, segments, offsets)
+
+
+def _long_text(rendered: RenderedText, segments: Sequence[Segment], offsets: Offsets) -> int:
+    """Return the tokens of texts without passages that are as long as passages; none goes beyond its message."""
+    edges, tokens, end = {edge for start, text, _ in rendered.pieces() for edge in (start, start + len(text))}, 0, 0
+    for segment in segments:
+        start, end = end, end + len(segment.ids)
+        if segment.role is not Role.TEXT:
+            continue
+        first = start
+        for token in range(start, end):
+            if token + 1 == end or offsets[token + 1][0] in edges:
+                if offsets[token][1] - offsets[first][0] >= LONG_TEXT:
+                    tokens += token + 1 - first
+                first = token + 1
+    return tokens

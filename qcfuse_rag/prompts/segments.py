@@ -82,7 +82,7 @@ class Prompt:
     segments: tuple[Segment, ...]  # not empty; the last one is not stored, because an answer needs a computed row
     prefix_ids: tuple[int, ...] = ()  # a part of framed chunks' keys; a conversation's first segment may be another one
     note: str | None = None  # for the report: why a joined text was not searched for passages; None if it was
-    searched: bool = False  # whether texts were searched for passages, and there are any
+    unrecognised: int = 0  # tokens of texts as long as passages in which no warmed passage was found
     joined: bool = False  # whether a framework joined the text, so that it may contain unknown passages
     turn_starts: tuple[str, ...] = ()  # strings that end an answer, because the model begins a new turn of the wording
     # Returns whether a text ends behind the model's reasoning, which may repeat the prompt; None without reasoning.
@@ -117,11 +117,6 @@ class Prompt:
     def passages(self) -> tuple[str, ...]:
         """`Segment.ids_hash` of each passage, in order; parts of one count once."""
         return tuple(dict.fromkeys(span.segment.ids_hash for span in self.chunks))
-
-    def long_text(self, characters: int, start: int) -> int:
-        """Return the tokens, from `start` on, of texts with at least so many characters that are not stored."""
-        texts = (span for span in self.spans if span.segment.role is Role.TEXT and span.start >= start)
-        return sum(len(span) for span in texts if len(span.segment.text) >= characters)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -129,7 +129,7 @@ class LearnedCosts:
 
     def observe_pass(self, rows: float, keys: float, seconds: float, others: float = 0.0) -> Sample:
         """Learn from a pass through all layers; see `Sample`."""
-        return self._observe(Sample("pass", max(seconds, 1e-9), rows, keys, others, at=time.time()))
+        return self._observe(Sample("pass", seconds, rows, keys, others, at=time.time()))
 
     def observe_prefill(
         self, estimate: PrefillEstimate, *, load_s: float, probe_s: float, recompute_s: float, parts: int = 1
@@ -167,6 +167,7 @@ class LearnedCosts:
                 write_atomically(path, json.dumps([asdict(sample) for sample in known.values()]), sync=False)
 
     def _observe(self, sample: Sample) -> Sample:
+        sample = replace(sample, seconds=max(sample.seconds, 1e-9))
         with self._lock:
             self._own.setdefault(sample.size, deque(maxlen=SAMPLES)).append(sample)
         return sample

@@ -54,13 +54,20 @@ def test_a_guard_that_computes_everything_reuses_none(engine: FusionEngine) -> N
 
 @pytest.mark.parametrize(("times", "worth"), [(2, None), (3, "2 passages' worth")])
 def test_long_text_that_is_not_found_is_told(engine: FusionEngine, times: int, worth: str | None) -> None:
-    report = engine.prefill(engine.prompt_from_text(flat(OTHER * times)), method=REUSE).report
+    report = engine.prefill(engine.prompt_from_text([("user", flat(OTHER * times))]), method=REUSE).report
+    assert report.fallback is None, "the store lacks nothing that was warmed"
     if worth is None:
-        assert report.fallback is None
+        assert report.reuse == "no passages"
     else:
         said = f"{worth} of text, {report.unrecognised_tokens:,} tokens, is not in the store: never warmed, or changed"
-        assert said in (report.fallback or "")
+        assert said in report.reuse
         assert report.unrecognised_tokens > 0.9 * len(engine.prompts.tokens.ids(OTHER * times))
+
+
+def test_many_short_messages_are_no_passage(engine: FusionEngine) -> None:
+    turns = [(role, "the old mill " * 11) for _ in range(3) for role in ("user", "assistant")]
+    prompt = engine.prompt_from_text([*turns, ("user", QUESTION)])
+    assert engine.prefill(prompt, method=REUSE).report.reuse == "no passages"
 
 
 def test_without_passages_no_text_is_missed(llama: LanguageModel) -> None:
@@ -83,9 +90,15 @@ def test_little_reuse_of_a_filled_store_is_warned_of_once(
 def test_nothing_is_warned_of_where_passages_are_reused_or_none_is_stored(
     llama: LanguageModel, engine: FusionEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for asked, passages in ((engine, PASSAGES[:2]), (make_engine(llama, MemoryStore()), PASSAGES), (engine, [])):
+    empty, full = make_engine(llama, MemoryStore()), make_method("full")
+    for asked, passages, method in (
+        (engine, PASSAGES[:2], REUSE),
+        (empty, PASSAGES, REUSE),
+        (engine, [], REUSE),
+        (engine, PASSAGES, full),
+    ):
         for _ in range(PROMPTS):
-            asked.prefill(asked.prompt(QUESTION, passages), method=REUSE)
+            asked.prefill(asked.prompt(QUESTION, passages), method=method)
     assert not caplog.records
 
 

@@ -197,7 +197,22 @@ def test_what_passages_are_known_by_is_what_stores_have_kept() -> None:
     assert blocks.to_bytes().hex() == STORED
 
 
-STORED = "000000003c000000f6b8f642000000000c052900120044f59e352a19a90c846a83beea1f5199"
+STORED = "000000003c000000f6b8f642000000000c0529001200c2350e0b820be3b8940495c9c38c6753"
+
+
+def test_tool_results_with_escaped_characters_are_found(llama: LanguageModel) -> None:
+    text = f"{PASSAGES[0]} \U0001f642 {PASSAGES[1]}"
+    engine = make_warmed_engine(llama, texts=[text])
+    assert share(engine, json.dumps(text), text) > 0.5
+    assert share(engine, json.dumps(text).replace("\\ude42", ""), text) > 0.3
+
+
+def test_a_passage_that_is_updated_often_is_found(engine: FusionEngine) -> None:
+    for _ in range(MOST_ALIKE + 2):
+        engine.forget("ferry")
+        engine.warm(PASSAGES[:1], sources=["ferry"])
+        assert len(engine.prompt_from_text(flat(PASSAGES[:1])).chunks) == 1
+    assert len(engine.corpus.index._table.numbers) <= 2 * (4 + MOST_ALIKE)
 
 
 def test_short_passages_are_not_looked_for(engine: FusionEngine) -> None:

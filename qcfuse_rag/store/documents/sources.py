@@ -712,6 +712,9 @@ class PassageRows:
         with self._manifest.writing() as database:
             database.executemany(INSERT_RECOGNISED, rows)
 
+    def __contains__(self, passage: str) -> bool:
+        return bool(self._manifest.read("SELECT 1 FROM recognised WHERE passage = ?", passage))
+
     def count(self, owner: int) -> int:
         """Return how many passages an owner has."""
         [(count,)] = self._manifest.read("SELECT count(*) FROM recognised WHERE owner = ?", owner)
