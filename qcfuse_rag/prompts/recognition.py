@@ -365,20 +365,18 @@ def text_segments(
             segments.append(segment(Role.CHUNK, run.start, stop, run.part))
         end = stop
     segments.append(segment(Role.TEXT, end, len(ids)))
-    return segments, note, 0 if runs is None else _long_text(rendered, segments, offsets)
+    special = frozenset(builder.tokenizer.all_special_ids)
+    return segments, note, 0 if runs is None else _long_text(segments, offsets, special)
 
 
-def _long_text(rendered: RenderedText, segments: Sequence[Segment], offsets: Offsets) -> int:
-    """Return the tokens of texts without passages that are as long as passages; none goes beyond its message."""
-    edges, tokens, end = {edge for start, text, _ in rendered.pieces() for edge in (start, start + len(text))}, 0, 0
+def _long_text(segments: Sequence[Segment], offsets: Offsets, special: frozenset[int]) -> int:
+    """Return the tokens of texts without passages that are as long as passages; special tokens end a message."""
+    tokens = end = 0
     for segment in segments:
-        start, end = end, end + len(segment.ids)
-        if segment.role is not Role.TEXT:
-            continue
-        first = start
-        for token in range(start, end):
-            if token + 1 == end or offsets[token + 1][0] in edges:
-                if offsets[token][1] - offsets[first][0] >= LONG_TEXT:
-                    tokens += token + 1 - first
-                first = token + 1
+        first, end = end, end + len(segment.ids)
+        ends = [end - len(segment.ids) + i for i, token in enumerate(segment.ids) if token in special]
+        for stop in (*ends, end) if segment.role is Role.TEXT else ():
+            if first < stop and offsets[stop - 1][1] - offsets[first][0] >= LONG_TEXT:
+                tokens += stop - first
+            first = stop + 1
     return tokens
