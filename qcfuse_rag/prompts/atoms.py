@@ -38,9 +38,11 @@ REWRITTEN = {
 
 Rewriting = tuple[int, int, str]
 """A range `start <= c < stop` of a text as written, and what it is read as."""
-Undo = tuple[int, int, int, str]
+Undo = tuple[int, int, int, str | None]
 """How to write a part of a folded text as it was: the atom that the part begins in, counted from the end of the atom
-before it; the offset there; the length of the part; and how it was written."""
+before it; the offset there; the length of the part; and how it was written, None in wide letters."""
+WIDE = 0xFEE0
+"""The distance of a wide letter from the usual one."""
 
 
 def _read_as(unit: str) -> str:
@@ -108,13 +110,15 @@ class Atoms:
         return [self.folded[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
 
     def undo(self) -> list[Undo]:
-        """Return how to write the folded text as it was, but for letters and digits: these would tell of the text."""
+        """Return how to write the folded text as it was; letters and digits that would tell of it are left out."""
         ends, undo, shift = [stop for _, stop in self.spans], list[Undo](), 0
         for start, stop, read in self.rewritings:
             place, written = start + shift, self.text[start:stop]
             atom = bisect_right(ends, place)
-            if len(read) != 1 or not written.isalnum():
-                undo.append((atom, place - (ends[atom - 1] if atom else 0), len(read), written))
+            is_wide = len(read) == len(written) == 1 and ord(written) - ord(read) == WIDE
+            if is_wide or len(read) != 1 or not written.isalnum():
+                how = None if is_wide else written
+                undo.append((atom, place - (ends[atom - 1] if atom else 0), len(read), how))
             shift += len(read) - (stop - start)
         return undo
 
@@ -151,6 +155,7 @@ def written_again(words: Sequence[str], gaps: Sequence[str], undo: Sequence[Undo
             start = int(starts[atom - first]) + offset
             if start < end:
                 raise ValueError("rewritings overlap")
-            written += [text[end:start], original]
-            end = start + length
+            end_before, end = end, start + length
+            wide = "".join(chr(ord(read) + WIDE) for read in text[start:end])
+            written += [text[end_before:start], wide if original is None else original]
     return "".join([*written, text[end:]])
