@@ -156,7 +156,7 @@ def _block_starts(gaps: list[str], first: int, last: int) -> list[int]:
     return starts
 
 
-MIN_RUN = 6
+MIN_RUN = 3
 """Fewest equal tokens in a row that are worth placing."""
 
 Run = tuple[int, int, int]

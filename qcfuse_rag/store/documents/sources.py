@@ -227,7 +227,7 @@ def _open_manifest(path: Path | None) -> tuple[sqlite3.Connection, sqlite3.Conne
         immutable = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
         database = _connect(immutable)
         try:
-            database.execute("SELECT 1 FROM recognised LIMIT 1")  # the last table of the schema
+            database.execute("SELECT 1 FROM chunks LIMIT 1")  # one of before has no `recognised`
         except sqlite3.Error:
             raise error from None
         return database, _connect(immutable), False
