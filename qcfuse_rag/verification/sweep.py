@@ -50,7 +50,7 @@ class VerifySettings:
     loss: float = 0.1  # largest drop in the share of hidden answers found, compared with full prefill
 
 
-QUICK: dict[str, Any] = {"ratios": (0.1, 0.2, 0.4), "size": 3, "residuals": False}
+QUICK: dict[str, Any] = {"ratios": (0.1, 0.2, 0.4), "size": 5, "residuals": False}
 """Settings that take at most three minutes on two cores for a model of 0.5B."""
 
 

@@ -43,7 +43,7 @@ def test_a_quick_verdict_asks_less_and_says_how_sure_it_is(run: Run, model_folde
     quick = ("verify", "--model", model_folder, "--quick", "--tokens", 1200, "--device", "cpu")
     code, out, _ = run(*quick, *LOOSE)
     said = " ".join(out.split())
-    assert (code, "answers to 9 prompts, nats a token; could be between" in said) == (0, True)
+    assert (code, "answers to 15 prompts, nats a token; could be between" in said) == (0, True)
     found = json.loads(run(*quick, "--kl", 0, "--size", 1, "--json")[1])
     assert [trial["label"] for trial in found["tried"]] == ["ratio 0.1", "ratio 0.2", "ratio 0.4"]
     assert "to 3 prompts" in found["tried"][0]["checks"][1]["detail"], "what the user names counts"
