@@ -54,6 +54,10 @@ def delimited(text: str) -> None:
         delimited_passages(whole)
 
 
+def rewritten(text: str) -> None:
+    Atoms.of(text).undo()
+
+
 SPACES = " " * MEGABYTE
 READERS: dict[Callable[[str], object], tuple[str, ...]] = {
     parse_calls: (f"{SPACES}x", f"```json{SPACES}x", repeated("```json "), repeated("<tool_call>")),
@@ -61,6 +65,7 @@ READERS: dict[Callable[[str], object], tuple[str, ...]] = {
     title: (f"# a{SPACES}x", f"#{SPACES}", repeated("# a #\t"), repeated("# a\n"), "#" * MEGABYTE),
     delimited: tuple(map(repeated, ("<source ", "<![CDATA[", "[CONTEXT 1]:\n", "\n[END CONTEXT ", "]]>", "</source>"))),
     Atoms.of: (repeated("\\n "), "a" * MEGABYTE, repeated("\\"), repeated("e\u0301", 200_000), "\u0301" * MEGABYTE),
+    rewritten: (repeated("\u201ca\u201d ", 200_000),),
     marker_number: (repeated("[[qcfuse:1"), f"[[qcfuse:{'1' * MEGABYTE}", "[" * MEGABYTE),
     DEEP_MARKDOWN.search: (repeated("> "), repeated("1"), SPACES, repeated("\n "), repeated("- - x\n")),
 }
