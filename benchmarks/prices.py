@@ -44,7 +44,7 @@ class Options(ModelOptions):
 
 
 def measure(options: Options, run: Run) -> None:
-    """Ask questions, and compare each one's time to the first token with the one that was predicted."""
+    """Ask questions; record the predicted and the measured time to the first token of each."""
     lm, texts, noise = options.load_model(), list(corpus().values())[: options.documents], random.Random(0)
     run.begin(about_model(lm), {**machine_conditions(lm), "busy": options.busy, "documents": len(texts)})
     full, with_guard = make_method("full"), make_method("auto")

@@ -1,4 +1,4 @@
-"""What set-ups of users reuse: frameworks' own classes, clients, restarts and changed text, each in a store of its own.
+"""Measure what users' set-ups reuse: frameworks' own classes, clients, restarts, changed text; each has its own store.
 
 The method fuses whatever is recognised, without its guard, except where a set-up is about the guard.
 """

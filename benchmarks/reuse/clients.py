@@ -28,7 +28,7 @@ Respond to the user query using the provided context, incorporating inline citat
 {}
 </context>
 """
-"""What Open WebUI 0.12 puts in front of a question, without its guidelines."""
+"""The text that Open WebUI 0.12 puts in front of a question, without its guidelines."""
 
 FOLDED = {"\u2019": "'", "\u201c": '"', "\ufb01": "fi", "\ufb02": "fl"} | {chr(0xFF10 + i): str(i) for i in range(10)}
 """Quotes, ligatures and full-width digits, as ftfy writes them in the texts that Open WebUI reads."""

@@ -1,4 +1,4 @@
-"""What a set-up reused: an engine that keeps its prompts and reports, and which tokens of a prompt are warmed text.
+"""Record what a set-up reuses: an engine keeps its prompts and reports, and warmed text is found in the prompts.
 
 Warmed text in a prompt is found without the engine's recognition: by words in a row, folded, whatever is between them.
 That is slow and needs the texts, but does not depend on how they were cut.
@@ -95,16 +95,16 @@ class RecordingEngine(FusionEngine):
         return prefilled
 
     def has_right_ids(self, prompt: Prompt) -> bool:
-        """Whether a prompt's ids are those with nothing recognised, and of text those of the tokenizer itself."""
+        """Return whether recognition left a prompt's ids as they are, and as the tokenizer makes them of text."""
         with FusionEngine(self.lm, MemoryStore()) as empty:
             return self._again[prompt.ids](empty).ids == prompt.ids == self._own_ids.get(prompt.ids, prompt.ids)
 
     def answers_alike(self, prompt: Prompt) -> bool:
-        """Whether the greedy answer with all rows recomputed is full prefill's."""
+        """Return whether the greedy answer is full prefill's if all rows are recomputed."""
         params = SamplingParams(max_new_tokens=ANSWER_TOKENS)
         methods = (make_method("auto", ratio=1.0, guard=False), make_method("full"))
-        one, other = (self.generate(prompt, params, method=method).ids for method in methods)
-        return one == other
+        recomputed, expected = (self.generate(prompt, params, method=method).ids for method in methods)
+        return recomputed == expected
 
     def reuse(self) -> Record:
         """Return what the prompts reused of the warmed text in them, and why not more.
@@ -150,7 +150,7 @@ def _runs(text: str) -> Iterator[tuple[tuple[str, ...], int, int]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a set-up is made of: a model, documents by name, a question, and an empty folder."""
+    """The parts of a set-up: a model, documents by name, a question, and an empty folder."""
 
     lm: LanguageModel
     texts: Mapping[str, str]

@@ -34,7 +34,7 @@ REWRITTEN = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-"),
     **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\ufeff", ""),
 }
-"""What clients replace although NFKC does not."""
+"""Characters that clients replace and NFKC keeps, and the characters that stand in their place."""
 
 Rewriting = tuple[int, int, str]
 """A range `start <= c < stop` of a text as written, and what it is read as."""

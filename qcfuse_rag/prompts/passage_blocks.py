@@ -253,7 +253,7 @@ class Alignment:
 
 
 Place = tuple[int, int, int]
-"""Where a token begins and ends in a text without white space, and its id."""
+"""The start and end of a token in a text without white space, and the token's id."""
 
 
 def equal_runs(left: Sequence[Place], right: Sequence[Place]) -> Iterator[Run]:

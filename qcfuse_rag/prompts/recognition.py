@@ -157,12 +157,13 @@ class RecognitionIndex:
 
     def add(self, passages: Iterable[tuple[str, ChunkKey, bool]]) -> None:
         """Recognise passages from now on: texts as in prompts, a key of each, and whether it needs a source."""
-        table, rows, (lead, tail) = PassageRows(self._sources().manifest), list[PassageRow](), self._around
+        table, rows = PassageRows(self._sources().manifest), list[PassageRow]()
+        first, behind = (len(Atoms.of(written)) for written in self._around)
         for text, key, needs_source in passages:
             if (name := self._sources().passage_id(key)) in table:
                 continue
             chunk = self._tokenised(self._prompts.template.format_chunk(text))
-            first, last = len(Atoms.of(lead)), len(chunk.atoms) - len(Atoms.of(tail))
+            last = len(chunk.atoms) - behind
             if (blocks := blocks_of(chunk, first, last, self._seed)) is not None:
                 undo = [(atom - first, *how) for atom, *how in chunk.atoms.undo() if first <= atom < last]
                 written = zlib.compress(json.dumps(["\0".join(chunk.atoms.gaps()[first:last]), undo]).encode(), 9)
@@ -226,7 +227,7 @@ class RecognitionIndex:
 
     @cached_property
     def _around(self) -> tuple[str, str]:
-        """What the wording writes before and behind a passage; the gap before the passage is the passage's."""
+        """The wording's text before and behind a passage, without the white space before the passage."""
         lead, _, tail = self._prompts.template.chunk.partition("{text}")
         return lead.format().rstrip(), tail.format()
 

@@ -55,7 +55,7 @@ class Segment:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the segment lacks tokens of the chunk that it is a part of."""
+        """Whether the segment is shorter than its chunk."""
         return self.part is not None and len(self.ids) < self.part.n_tokens
 
 

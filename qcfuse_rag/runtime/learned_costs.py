@@ -36,7 +36,7 @@ FORMAT = "samples-1"
 SAMPLES, RECENT = 8, 6
 """Passes of a size, and loads, that count; and passes of prompts that tell how busy the machine is: the last ones."""
 TRUST = 4.5
-"""What is kept counts while this process's passes predict at most so many times more or less: half way to 20 times."""
+"""A kept sample counts if this process's passes predict its seconds within this factor, about the root of 20."""
 HALF_LIFE_S = 30 * 86400.0
 """Age at which a sample counts half."""
 LOAD_OF_A_ROW = 0.1
